@@ -1,0 +1,151 @@
+"""Makes the random models that tests and the demo serve; runs in the engine's venv: `python models.py FOLDER [NAME ...]`.
+
+Invariant: equal names give equal weights, bit for bit, for equal versions of torch and transformers (seeded, one thread). The tokenizer has one
+token per character and gives every text back that it made, so an answer put into the next prompt keeps its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+LONGEST_PROMPT = 8192
+UNKNOWN, END, BEGIN = "<unk>", "<eos>", "<bos>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model to make: `build` gives an untrained transformers model."""
+
+    seed: int
+    build: Callable[[], Any]
+
+
+def tiny_llama() -> Any:
+    """4 layers, 2 KiB of KV per token: the model of most tests."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LONGEST_PROMPT,
+        **_token_ids(),
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_hybrid() -> Any:
+    """Gemma 3 with 4 sliding-window layers (64 tokens) and 2 full ones: several KV-cache groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=LONGEST_PROMPT,
+        **_token_ids(),
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def demo_60m() -> Any:
+    """About 60 million parameters: 3,000 cold tokens take seconds on one core, so that a load shows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=10,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=LONGEST_PROMPT,
+        **_token_ids(),
+    )
+    return LlamaForCausalLM(config)
+
+
+MODELS = {
+    "tiny-llama": Model(seed=1, build=tiny_llama),
+    "tiny-llama-b": Model(seed=2, build=tiny_llama),  # same shapes, other weights: blocks must never be shared
+    "tiny-hybrid": Model(seed=3, build=tiny_hybrid),
+    "demo-60m": Model(seed=4, build=demo_60m),
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """Write weights, configuration and tokenizer of model `name` into `folder`."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(MODELS[name].seed)
+    model = MODELS[name].build().to(torch.bfloat16)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder)
+    for path in folder.iterdir():  # safetensors come out 0600, and an engine of another user could not read them
+        path.chmod(0o644)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {_character(token): token for token in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        bos_token=BEGIN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=LONGEST_PROMPT,
+    )
+    wrapped.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}, indent=2) + "\n")
+
+
+def _character(token: int) -> str:
+    """ASCII for itself, letters of Latin Extended for the rest: one character a token, each another."""
+    special = {0: UNKNOWN, 1: END, 2: BEGIN}
+    if token in special:
+        return special[token]
+    return chr(token) if token in (9, 10) or 32 <= token < 127 else chr(0x100 + token)
+
+
+def _token_ids() -> dict[str, int]:
+    return {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 1}
+
+
+def main(arguments: list[str]) -> None:
+    """Make the named models, or all, each in a folder of its name."""
+    folder, *names = arguments
+    for name in names or MODELS:
+        made = Path(folder) / name
+        made.mkdir(parents=True, exist_ok=True)
+        make(name, made)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
