@@ -1,0 +1,164 @@
+"""The router as a whole: its parts, and the tasks that keep them current.
+
+Invariant: every task has a name and ends with `stop`; whatever one agent or endpoint does, the tasks of others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from kvpool_router.config import RouterConfig
+from kvpool_router.discovery import EndpointSource
+from kvpool_router.endpoints import EndpointState, EndpointTable
+from kvpool_router.event_client import AgentAddress, AgentSubscription
+from kvpool_router.fleet_index import FleetIndex
+from kvpool_router.health import HealthMonitor
+from kvpool_router.load import LoadBook
+from kvpool_router.logs import fields
+from kvpool_router.metrics import RouterMetrics
+from kvpool_router.picker import Picker
+from kvpool_router.prefix_index import PrefixIndex
+from kvpool_router.proxy import ProxyParts
+from kvpool_router.speculative import SpeculativeBlocks
+from kvpool_router.tokens import TokenSource
+
+log = logging.getLogger(__name__)
+
+_KEEPALIVE_SECONDS = 3.0
+"""Idle connections are dropped earlier than uvicorn in vLLM drops them (5 s), so that no request meets a closed one."""
+_TIDY_SECONDS = 0.01
+"""Between two shards of a sweep: a whole round takes about 3 s."""
+_IDLE_SECONDS = 0.5
+
+
+class Router:
+    """Owns all parts; `start` inside a running loop, `stop` before it ends."""
+
+    def __init__(self, config: RouterConfig, source: EndpointSource, *, registry: CollectorRegistry) -> None:
+        self.config = config
+        self.metrics = RouterMetrics(registry)
+        self.table = EndpointTable(config.timeouts.probe_failures)
+        self.fleet = FleetIndex(PrefixIndex(config.index.max_entries), [agent.name for agent in config.agents])
+        self.speculative = SpeculativeBlocks(config.index.speculative_seconds)
+        self.book = LoadBook(config.scoring.recent_half_life_seconds)
+        self.draining = False
+        self._source = source
+        self._jitter = random.Random()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._evicted_seen = 0
+        self._endpoints_known = asyncio.Event()
+
+    async def start(self) -> None:
+        """Open the connection pool, learn the endpoints, probe each once, subscribe to the agents."""
+        timeouts = self.config.timeouts
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=timeouts.connect_seconds, sock_read=timeouts.idle_seconds
+            ),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+        self.health = HealthMonitor(
+            session=self.session, table=self.table, settings=timeouts, metrics=self.metrics, jitter=self._jitter
+        )
+        self.picker = Picker(
+            config=self.config,
+            table=self.table,
+            fleet=self.fleet,
+            book=self.book,
+            tokens=TokenSource(self.session, self.config.tokenization),
+            speculative=self.speculative,
+        )
+        self._spawn("endpoints", self._follow_endpoints())
+        await self._endpoints_known.wait()
+        await asyncio.gather(*(self.health.probe(endpoint) for endpoint in self.table.all()))
+        for agent in self.config.agents:
+            self._spawn(f"agent {agent.name}", self._subscription(agent.name, agent.url, agent.token_file).run())
+        self._spawn("index-upkeep", self._keep_index())
+
+    async def stop(self) -> None:
+        """End all tasks and connections."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.session.close()
+
+    def proxy_parts(self) -> ProxyParts:
+        """What the proxy needs of the router."""
+        return ProxyParts(
+            config=self.config,
+            session=self.session,
+            table=self.table,
+            health=self.health,
+            picker=self.picker,
+            book=self.book,
+            metrics=self.metrics,
+        )
+
+    def not_ready(self) -> str:
+        """Why no traffic should come here, "" when it should."""
+        if self.draining:
+            return "draining"
+        return "" if self.table.any_up() else "no endpoint is up"
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges that are read on demand up to date."""
+        index = self.fleet.index
+        self.metrics.index_entries.set(len(index))
+        self.metrics.index_evicted.inc(index.evicted - self._evicted_seen)
+        self._evicted_seen = index.evicted
+        now = time.monotonic()
+        for target in self.book.targets():
+            self.metrics.queued_tokens.labels(target).set(self.book.queued_tokens(target, now=now))
+            self.metrics.running_requests.labels(target).set(self.book.running(target))
+            self.metrics.prefill_rate.labels(target).set(self.book.tokens_per_second(target))
+
+    # --- tasks --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+        self._tasks[name] = asyncio.create_task(work, name=name)
+
+    def _subscription(self, name: str, url: str, token_file: str) -> AgentSubscription:
+        return AgentSubscription(
+            AgentAddress(name, url, token_file),
+            session=self.session,
+            fleet=self.fleet,
+            settings=self.config.index,
+            metrics=self.metrics,
+            jitter=self._jitter,
+        )
+
+    async def _follow_endpoints(self) -> None:
+        async for specs in self._source.watch():
+            new, gone = self.table.replace(specs)
+            for endpoint in gone:
+                self._drop(endpoint)
+            for endpoint in new:
+                self._spawn(f"endpoint {endpoint.address}", self.health.watch(endpoint))
+            self._endpoints_known.set()
+            log.info("endpoints changed", extra=fields(new=len(new), gone=len(gone)))
+
+    def _drop(self, endpoint: EndpointState) -> None:
+        task = self._tasks.pop(f"endpoint {endpoint.address}", None)
+        if task is not None:
+            task.cancel()
+        self.picker.forget(endpoint)
+        self.metrics.endpoint_up.remove(endpoint.address)
+
+    async def _keep_index(self) -> None:
+        """Drop what lost agents told, and clean the index of retired holders."""
+        while True:
+            for agent in self.fleet.expire(now=time.monotonic(), stale_seconds=self.config.index.stale_seconds):
+                log.warning("agent is gone: its entries were dropped", extra=fields(agent=agent))
+            self.fleet.index.sweep()
+            await asyncio.sleep(_TIDY_SECONDS if self.fleet.index.needs_sweep else _IDLE_SECONDS)

@@ -1,0 +1,117 @@
+"""One request to one engine, up to the first piece of its answer's body.
+
+Invariant: until `open_upstream` returns, nothing has reached the client, so that another endpoint may still be tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from kvpool_core.errors import KVPoolError
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+REFUSED: Final = "refused"
+"""Nobody listens there."""
+BROKEN: Final = "broken"
+"""The connection was reset or closed."""
+SILENT: Final = "silent"
+"""Nothing came within the idle timeout: the engine has the request, another must not get it too."""
+
+
+class UpstreamError(KVPoolError):
+    """The engine gave no answer, or no whole one; `cause` is one of the constants above."""
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamAnswer:
+    """An answer that began: `first` is the first piece of its body, b"" when the body is empty."""
+
+    response: aiohttp.ClientResponse
+    first: bytes
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers for the client, lower case."""
+        lowered = [(name.lower(), value) for name, value in self.response.raw_headers]
+        dropped = _HOP_BY_HOP | _named_by_connection(lowered)
+        return [(name, value) for name, value in lowered if name not in dropped]
+
+    async def next_piece(self) -> bytes:
+        """The next piece as it arrives, b"" at the end; UpstreamError when the engine broke the answer off."""
+        try:
+            return await self.response.content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _translated(error) from error
+
+
+def forwarded_headers(headers: Headers, *, dropped: Iterable[bytes]) -> CIMultiDict[str]:
+    """The client's headers (lower case) as the engine gets them, without `dropped`."""
+    received = list(headers)
+    left_out = _NOT_FORWARDED | _named_by_connection(received) | set(dropped)
+    kept: CIMultiDict[str] = CIMultiDict()
+    for name, value in received:
+        if name not in left_out:
+            kept.add(name.decode("latin-1"), value.decode("latin-1"))
+    return kept
+
+
+async def open_upstream(
+    session: aiohttp.ClientSession, url: URL, *, method: str, headers: CIMultiDict[str], body: bytes
+) -> UpstreamAnswer:
+    """Send the request and wait for the first piece of the answer's body; UpstreamError when there is none."""
+    try:
+        response = await session.request(method, url, headers=headers, data=body or None, allow_redirects=False)
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise _translated(error) from error
+    try:
+        first = await response.content.readany()
+    except BaseException as error:
+        response.close()
+        if isinstance(error, (aiohttp.ClientError, OSError, TimeoutError)):
+            raise _translated(error) from error
+        raise
+    return UpstreamAnswer(response, first)
+
+
+def _translated(error: Exception) -> UpstreamError:
+    match error:
+        case aiohttp.ClientConnectorError():
+            return UpstreamError(f"the connection was refused: {error}", cause=REFUSED)
+        case aiohttp.ConnectionTimeoutError():
+            return UpstreamError("no connection in time", cause=BROKEN)
+        case TimeoutError():
+            return UpstreamError("nothing came within the idle timeout", cause=SILENT)
+        case _:
+            return UpstreamError(f"the connection broke: {error!r}", cause=BROKEN)
+
+
+def _named_by_connection(headers: Headers) -> set[bytes]:
+    """Headers that a Connection header names belong to that connection only (RFC 9110, 7.6.1)."""
+    values = [value for name, value in headers if name == b"connection"]
+    return {token.strip().lower() for value in values for token in value.split(b",")} - {b"close", b""}
