@@ -20,7 +20,7 @@ class BreakerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """`failures` in a row while closed; `probe_at`: when the next probe may start (also a lost probe is replaced then)."""
+    """`failures` in a row while closed; `probe_at`: when the next probe may start, also after a lost one."""
 
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0

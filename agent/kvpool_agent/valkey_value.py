@@ -1,7 +1,7 @@
 """The format of a block's value in Valkey: a fixed header and the payload, cut in two where that saves memory.
 
 Pure. Invariant: bytes are taken for a block's payload only if every header field is what this block must have and both
-checksums are right; a single changed byte anywhere is noticed. A change of layout or of the cut is a new format version.
+checksums are right; a single changed byte anywhere is noticed. A change of layout or cut is a new format version.
 
 Header, little-endian, 96 bytes: magic 8, format version u16, part u8, parts u8, group u32, domain 16, block hash 32,
 payload bytes of this part u64, of the whole block u64, xxh3-64 of this part's payload u64, of the whole payload u64.
@@ -10,6 +10,7 @@ payload bytes of this part u64, of the whole block u64, xxh3-64 of this part's p
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Assembled:
     checksum: int
 
 
+@functools.lru_cache(maxsize=1024)
 def part_sizes(total_bytes: int) -> tuple[int, ...]:
     """Payload bytes of each part (one or two) of a block of `total_bytes`.
 
@@ -74,7 +76,7 @@ def build_headers(key: BlockKey, payload: memoryview) -> list[bytes]:
     return headers
 
 
-def assemble(key: BlockKey, values: Sequence[bytes | memoryview], total_bytes: int) -> Assembled:
+def assemble(key: BlockKey, values: Sequence[bytes | bytearray | memoryview], total_bytes: int) -> Assembled:
     """The payload in the values of a block's parts; ValueFormatError when anything is not as it must be."""
     sizes = part_sizes(total_bytes)
     if len(values) != len(sizes):

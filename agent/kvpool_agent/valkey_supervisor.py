@@ -1,0 +1,216 @@
+"""The thread that finds the shards, watches them and brings lost ones back.
+
+Owns connecting, probing and topology refreshes, so that no reader or writer ever waits for them. Invariant: traffic
+goes to a shard that failed only after a probe from here succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpool_agent.valkey_connection import Failure, failure_of
+from kvpool_agent.valkey_exchange import Request
+from kvpool_agent.valkey_keys import BlockKey, part_name
+from kvpool_agent.valkey_link import EXCHANGE_ERRORS, ValkeyLink
+from kvpool_agent.valkey_settings import ValkeySettings
+from kvpool_agent.valkey_topology import discover
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+CHECK_SECONDS = 3.0
+"""Every shard's process is looked at this often: a quiet tier notices a lost shard and a replaced one too."""
+REFRESH_SECONDS = 30.0
+MIN_REFRESH_SECONDS = 1.0
+CONNECT_BACKOFF_SECONDS = (0.2, 5.0)
+"""First wait and cap between attempts to find the topology."""
+UNAUTHENTICATED_BACKOFF_SECONDS = 5.0
+"""A refused login is not tried more often: the server logs each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """`state`: connecting | connected | degraded | unreachable | unauthenticated. `detail`: for people."""
+
+    state: str
+    detail: str = ""
+
+
+def judge(*, is_found: bool, connect_failure: Failure | None, shards: Sequence[Failure | None]) -> TierState:
+    """State of the tier. shards: per shard None when usable, else why not."""
+    if not is_found:
+        if connect_failure is None:
+            return TierState("connecting")
+        state = "unauthenticated" if connect_failure is Failure.UNAUTHENTICATED else "unreachable"
+        return TierState(state, connect_failure.value)
+    failed = [failure for failure in shards if failure is not None]
+    if not failed:
+        return TierState("connected", f"{len(shards)} shards")
+    detail = f"{len(failed)} of {len(shards)} shards: {', '.join(sorted({failure.value for failure in failed}))}"
+    if len(failed) < len(shards):
+        return TierState("degraded", detail)
+    return TierState("unauthenticated" if Failure.UNAUTHENTICATED in failed else "unreachable", detail)
+
+
+class ValkeySupervisor:
+    """`on_cleared`: some shard came back empty. `on_shards(count)`: the topology has that many."""
+
+    def __init__(
+        self,
+        settings: ValkeySettings,
+        link: ValkeyLink,
+        *,
+        on_cleared: Callable[[], None],
+        on_shards: Callable[[int], None],
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._health = link.health
+        self._on_cleared = on_cleared
+        self._on_shards = on_shards
+        self._state = TierState("connecting")
+        self._connect_failure: Failure | None = None
+        self._backoff_seconds = CONNECT_BACKOFF_SECONDS[0]
+        self._checked_at = self._refreshed_at = 0.0
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="valkey-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """End the thread, waiting at most `seconds`."""
+        self._is_stopping = True
+        self._link.attention.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def state(self) -> TierState:
+        """State of the tier now."""
+        return judge(
+            is_found=self._link.topology is not None,
+            connect_failure=self._connect_failure,
+            shards=self._health.failures(),
+        )
+
+    def _run(self) -> None:
+        wait_seconds = 0.0
+        while not self._is_stopping:
+            self._link.attention.wait(wait_seconds)
+            is_called = self._link.attention.is_set()
+            self._link.attention.clear()
+            try:
+                wait_seconds = self._step(is_called=is_called)
+            except Exception:
+                logger.exception("valkey supervisor step failed unexpectedly")
+                wait_seconds = TICK_SECONDS
+            self._show_state()
+
+    def _step(self, *, is_called: bool) -> float:
+        """One round; seconds until the next unless called."""
+        if self._link.topology is None:
+            return self._connect()
+        for shard, key in self._health.begin_due_probes():
+            self._probe(shard, key)
+        now = time.monotonic()
+        if is_called or now - self._checked_at >= CHECK_SECONDS:
+            self._check_processes()
+            self._checked_at = time.monotonic()
+        is_refresh_due = now - self._refreshed_at >= (MIN_REFRESH_SECONDS if is_called else REFRESH_SECONDS)
+        if is_refresh_due or any(failure is not None for failure in self._health.failures()):
+            self._refresh()
+        return TICK_SECONDS
+
+    # ------------------------------------------------------------------------------------------------- connecting
+
+    def _connect(self) -> float:
+        try:
+            topology = discover(self._settings)
+        except EXCHANGE_ERRORS as error:
+            return self._note_connect_failure(error)
+        self._connect_failure = None
+        self._backoff_seconds = CONNECT_BACKOFF_SECONDS[0]
+        self._refreshed_at = time.monotonic()
+        self._health.keep_only(topology.shards())
+        self._on_shards(len(topology.shards()))
+        self._link.topology = topology
+        return 0.0
+
+    def _note_connect_failure(self, error: BaseException) -> float:
+        failure = _root_failure(error)
+        self._link.metrics.failure(failure.value)
+        if failure is not self._connect_failure:
+            logger.warning("valkey cannot be reached reason=%s detail=%r", failure.value, str(error))
+        self._connect_failure = failure
+        if failure is Failure.UNAUTHENTICATED:
+            return UNAUTHENTICATED_BACKOFF_SECONDS * random.uniform(1.0, 1.5)
+        wait_seconds = self._backoff_seconds * random.uniform(1.0, 1.5)
+        self._backoff_seconds = min(self._backoff_seconds * 2, CONNECT_BACKOFF_SECONDS[1])
+        return wait_seconds
+
+    # --------------------------------------------------------------------------------------------------- watching
+
+    def _probe(self, shard: str, key: BlockKey | None) -> None:
+        """A shard that failed is asked what it will be asked; its success or failure is noted by the link."""
+        pool = self._link.topology.pool(shard) if self._link.topology is not None else None
+        if pool is not None:
+            pool.disconnect(inuse_connections=False)
+        requests: list[Request] = [(b"INFO", b"server"), (b"PING",)]
+        if key is not None:
+            requests.append((b"EXISTS", part_name(self._settings.key_prefix, key, 0)))
+        self._ask_process(shard, requests)
+
+    def _check_processes(self) -> None:
+        if self._link.topology is None:
+            return
+        for shard in self._link.topology.shards():
+            if self._health.is_usable(shard):
+                self._ask_process(shard, [(b"INFO", b"server")])
+
+    def _ask_process(self, shard: str, requests: list[Request]) -> None:
+        for index, reply in self._link.ask(shard, requests, op="exists"):
+            if index == 0 and isinstance(reply, bytes) and self._health.is_new_process(shard, _run_id(reply)):
+                logger.info("valkey shard=%s restarted: what was known of its contents is dropped", shard)
+                self._on_cleared()
+
+    def _refresh(self) -> None:
+        topology = self._link.topology
+        if topology is None or time.monotonic() - self._refreshed_at < MIN_REFRESH_SECONDS:
+            return
+        self._refreshed_at = time.monotonic()
+        try:
+            topology.refresh(self._health.is_usable)
+        except EXCHANGE_ERRORS as error:
+            self._link.metrics.failure(_root_failure(error).value)
+            return
+        self._on_shards(len(topology.shards()))
+        if self._health.keep_only(topology.shards()):
+            self._on_cleared()
+
+    def _show_state(self) -> None:
+        before, self._state = self._state, self.state()
+        self._link.metrics.connected(self._state.state in ("connected", "degraded"))
+        if before.state != self._state.state:
+            kind = self._link.topology.kind if self._link.topology is not None else "unknown"
+            level = logging.INFO if self._state.state == "connected" else logging.WARNING
+            logger.log(level, "valkey state=%s topology=%s detail=%r", self._state.state, kind, self._state.detail)
+
+
+def _root_failure(error: BaseException) -> Failure:
+    """valkey-py wraps the last node's error when no node of a cluster answers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return failure_of(error)
+
+
+def _run_id(info: bytes) -> str:
+    for line in info.decode(errors="replace").splitlines():
+        if line.startswith("run_id:"):
+            return line.removeprefix("run_id:").strip()
+    return ""
