@@ -1,0 +1,207 @@
+"""Putting an engine process's side together from vLLM's configuration; what an inert worker still has to answer.
+
+Invariant: a worker reports every job it was ever given exactly once, inert or not: a request waits for that report.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
+
+from kvpool_core import wire
+from kvpool_vllm import fingerprint
+from kvpool_vllm.copiers import make_copier
+from kvpool_vllm.copy_plan import build_group_plans
+from kvpool_vllm.gpu_blocks import GpuBlocks
+from kvpool_vllm.identification import Identification
+from kvpool_vllm.scheduler_link import SchedulerLink
+from kvpool_vllm.scheduler_side import GroupKeying, KvpoolManager
+from kvpool_vllm.settings import Settings, read_settings
+from kvpool_vllm.worker import KvpoolWorker
+from kvpool_vllm.worker_link import WorkerLink
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import SchedulerOffloadConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+logger = logging.getLogger("vllm.kvpool")
+
+
+class Greeting:
+    """What both kinds of processes say of their engine."""
+
+    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        _, self.tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache, config)
+        self.seed = resolve_none_hash_seed(get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo))
+
+    def hello(self, role: str) -> wire.Hello:
+        """A Hello with the token as it is now."""
+        config, parallel = self._config, self._config.parallel_config
+        names = config.model_config.served_model_name
+        return wire.Hello(
+            0,
+            wire.PROTOCOL_OLDEST,
+            wire.PROTOCOL_VERSION,
+            str(config.kv_transfer_config.engine_id),
+            role,
+            parallel.rank if role == "worker" else 0,
+            parallel.world_size,
+            parallel.data_parallel_index,
+            self._settings.endpoint,
+            [names] if isinstance(names, str) else list(names or [config.model_config.model]),
+            self.tokens_per_hash,
+            self.seed,
+            self._settings.read_token(),
+        )
+
+
+def _settings(config: VllmConfig) -> Settings:
+    fingerprint.reject_unsupported(config)
+    return read_settings(os.environ, config.kv_transfer_config.kv_connector_extra_config)
+
+
+class SchedulerSetup:
+    """The scheduler process's side."""
+
+    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+        self._settings = _settings(config)
+        self._greeting = Greeting(config, kv_cache, self._settings)
+        self.gpu_blocks = GpuBlocks()
+        self._identification = Identification(config, kv_cache, seed=self._greeting.seed)
+        self._manager = KvpoolManager(self._settings, self._identification, self.gpu_blocks)
+        self._link: SchedulerLink | None = None
+
+    def make_manager(self) -> KvpoolManager:
+        """For the spec."""
+        return self._manager
+
+    def connect(self, config: SchedulerOffloadConfig) -> None:
+        """vLLM's own scheduler side exists: take its groups over, connect and identify in the background."""
+        groups = [
+            GroupKeying(
+                group=group.group_idx,
+                tokens_per_block=group.tokens_per_chunk,
+                hashes_per_block=group.hashes_per_chunk,
+                window_blocks=group.sliding_window_size_in_chunks or 0,
+            )
+            for group in config.kv_group_configs
+        ]
+        link = SchedulerLink(
+            self._settings.socket_path,
+            lambda: self._greeting.hello("scheduler"),
+            on_verdict=self._manager.on_verdict,
+            held=self._manager.held,
+        )
+        self._manager.use(link, groups)
+        self._link = link
+        link.client.start()
+        self._identification.start(link.publish, ask=link.ask_digests, teach=link.teach_digests)
+
+    def report_gpu_blocks(self) -> None:
+        """On the engine's thread, just before vLLM drains its events."""
+        link = self._link
+        if link is None or not link.client.connected:
+            return
+        if link.is_snapshot_wanted:
+            link.is_snapshot_wanted = False
+            link.client.send(self.gpu_blocks.snapshot(0))
+        elif (events := self.gpu_blocks.new_events(0)) is not None:
+            link.client.send(events)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._link is not None:
+            self._link.client.close()
+
+
+class WorkerSetup:
+    """A worker process's side."""
+
+    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+        self._config = config
+        self._kv_cache = kv_cache
+        self._settings = _settings(config)
+        self._greeting = Greeting(config, kv_cache, self._settings)
+        self._worker: KvpoolWorker | None = None
+        self._refused = OffloadingWorkerMetadata()
+        self._refused_loads: set[str] = set()
+
+    def make_worker(self, caches: CanonicalKVCaches) -> KvpoolWorker:
+        """For the spec: check the layout, plan the copies, connect."""
+        groups = [self._kv_cache.kv_cache_groups[i] for i in self._kv_cache.prefix_cacheable_group_ids]
+        names = [list(group.layer_names) for group in groups]
+        shared, own = fingerprint.worker_parts(self._config, caches, names)
+        plans = build_group_plans(caches)
+        layouts = [
+            wire.GroupLayout(group_id, plan.payload_bytes, spec.block_size, _window_blocks(spec))
+            for group_id, plan, spec in zip(
+                self._kv_cache.prefix_cacheable_group_ids, plans, (g.kv_cache_spec for g in groups), strict=True
+            )
+        ]
+        copier = make_copier(caches.tensors[0].tensor.device)
+        registration = wire.RegisterWorker(0, shared, own, layouts)
+        link = WorkerLink(self._settings.socket_path, lambda: self._greeting.hello("worker"), registration, copier)
+        self._worker = KvpoolWorker(plans, link, copier, self._settings)
+        link.client.start()
+        return self._worker
+
+    def close(self) -> None:
+        """Stop copying and end the connection."""
+        if self._worker is not None:
+            self._worker.end_all()
+            self._worker.shutdown()
+
+    # --- an inert worker's answers --------------------------------------------------------------------------------------
+
+    def refuse(self, metadata: object) -> None:
+        """Jobs given to an inert worker end at once, loads as failed."""
+        if not isinstance(metadata, OffloadingConnectorMetadata):
+            return
+        for job_id, job in metadata.load_jobs.items():
+            self._refused.mark_completed(job_id)
+            self._refused_loads.add(job.req_id)
+        for job_id in metadata.store_jobs:
+            self._refused.mark_completed(job_id)
+
+    def take_refused_loads(self, worker: OffloadingConnectorWorker | None) -> set[str]:
+        """Requests whose loads an inert worker owes a report for; includes those begun before it became inert."""
+        refused, self._refused_loads = self._refused_loads, set()
+        if worker is not None:
+            for job_id, request_id in worker._load_jobs.items():
+                self._refused.mark_completed(job_id)
+                refused.add(request_id)
+            for job_id, _source, _target in worker._unsubmitted_store_jobs:
+                self._refused.mark_completed(job_id)
+            worker._load_jobs.clear()
+            worker._unsubmitted_store_jobs.clear()
+            if self._worker is not None:
+                for result in self._worker.get_finished():
+                    self._refused.mark_completed(result.job_id)
+        return refused
+
+    def take_refused_jobs(self) -> OffloadingWorkerMetadata | None:
+        """Ended jobs of an inert worker since the last call."""
+        if not self._refused.completed_jobs:
+            return None
+        refused, self._refused = self._refused, OffloadingWorkerMetadata()
+        return refused
+
+
+def _window_blocks(spec: object) -> int:
+    """Blocks that a load needs at the end of a prefix: 0 for full attention (vLLM's `get_sliding_window_size_in_chunks`)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
+
+    return get_sliding_window_size_in_chunks(spec, spec.block_size) or 0  # type: ignore[arg-type,attr-defined]

@@ -1,0 +1,91 @@
+"""The blocks in the engine's own cache, told to the agent: events as they happen, a snapshot after each connect.
+
+Invariant: read on the engine's thread just before vLLM drains its event queue, so that snapshot and events never cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+from kvpool_core import wire
+from kvpool_core.block_hash import HASH_BYTES, short_hash
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+SNAPSHOT_PIECE = 200_000
+"""Blocks in one snapshot frame (about 3 MB); more are not reported: such a pool is past any router's bounded index."""
+
+
+class GpuBlocks:
+    """Reads the engine's block pool."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._seen: list[KVCacheEvent] = []
+        self._seen_count = 0
+
+    def bind(self, pool: BlockPool) -> None:
+        """The pool exists now."""
+        self._pool = pool
+
+    def leading_blocks(self, keys: Iterable[bytes]) -> int:
+        """How many of a request's keys, from the first on, the cache holds. A key is hash and group, vLLM's own form."""
+        if self._pool is None:
+            return 0
+        held = 0
+        for key in keys:
+            if self._pool.cached_block_hash_to_block.get_one_block(key) is None:  # type: ignore[arg-type]
+                break
+            held += 1
+        return held
+
+    def snapshot(self, rid: int) -> wire.GpuSnapshot:
+        """All cached blocks with the number of physical blocks of each; pending events are part of it already."""
+        groups: list[int] = []
+        hashes: list[int] = []
+        counts: list[int] = []
+        if self._pool is not None:
+            self._mark_seen(self._pool.kv_event_queue)
+            for key, blocks in list(self._pool.cached_block_hash_to_block._cache.items())[:SNAPSHOT_PIECE]:
+                groups.append(int.from_bytes(key[HASH_BYTES:], "big"))
+                hashes.append(short_hash(key[:HASH_BYTES]))
+                counts.append(len(blocks) if isinstance(blocks, dict) else 1)
+        return wire.GpuSnapshot(rid, groups, hashes, counts)
+
+    def new_events(self, rid: int) -> wire.GpuEvents | None:
+        """Events since the last call, None when there are none."""
+        if self._pool is None:
+            return None
+        pending = self._pool.kv_event_queue
+        start = self._seen_count if pending is self._seen else 0
+        self._mark_seen(pending)
+        kinds: list[str] = []
+        groups: list[int] = []
+        hashes: list[int] = []
+        for event in pending[start:]:
+            for kind, group, number in _flat(event):
+                kinds.append(kind)
+                groups.append(group)
+                hashes.append(number)
+        return wire.GpuEvents(rid, "".join(kinds), groups, hashes) if kinds else None
+
+    def _mark_seen(self, pending: list[KVCacheEvent]) -> None:
+        self._seen, self._seen_count = pending, len(pending)
+
+
+def _flat(event: KVCacheEvent) -> Iterable[tuple[str, int, int]]:
+    if isinstance(event, AllBlocksCleared):
+        return [("c", 0, 0)]
+    if isinstance(event, BlockStored | BlockRemoved):
+        kind = "s" if isinstance(event, BlockStored) else "r"
+        return [(kind, event.group_idx or 0, _number(block_hash)) for block_hash in event.block_hashes]
+    return []
+
+
+def _number(block_hash: int | bytes) -> int:
+    """vLLM's events carry the low 8 bytes as an integer, or all bytes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
+    return block_hash if isinstance(block_hash, int) else short_hash(block_hash)

@@ -1,0 +1,127 @@
+"""What the scheduler side knows of each request's blocks: asked once by a Prefetch, answered by Verdicts.
+
+Invariant: reading it never waits. A request moves on from RETRY at its deadline at the latest, and a request whose load
+failed sees only misses until it is finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from kvpool_core import wire
+from kvpool_vllm.arena_view import Placement
+
+LEASE_MARGIN_SECONDS = 0.5
+"""A lease that ends sooner than this is asked for anew rather than relied upon."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One attempt of one request; all times time.monotonic() seconds.
+
+    `index`: key -> (position of its group in the Prefetch, position in the group). `session`: the connection it went over.
+    """
+
+    rid: int
+    request_id: str
+    verdict_deadline: float
+    pending_deadline: float
+    index: dict[bytes, tuple[int, int]]
+    arena_id: bytes
+    session: int
+    groups: list[wire.GroupVerdict] = field(default_factory=list)
+    lease_until_ns: int = 0
+    final: bool = False
+    given_up: bool = False
+    loading: bool = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether a first verdict has come."""
+        return bool(self.groups)
+
+    def accept(self, verdict: wire.Verdict) -> None:
+        """Take a verdict over, unless the lookup was given up."""
+        if not self.given_up:
+            self.groups = verdict.groups
+            self.lease_until_ns = verdict.lease_until_ns
+            self.final = verdict.final
+
+    def give_up(self) -> None:
+        """Everything not yet loaded is a miss from now on."""
+        self.given_up = True
+        self.groups = []
+
+    def state(self, key: bytes) -> LookupResult:
+        """The key's state as vLLM's lookup names it."""
+        if self.given_up:
+            return LookupResult.MISS
+        place = self.index.get(key)
+        if place is None:
+            return LookupResult.MISS
+        if not self.groups:
+            return LookupResult.RETRY
+        group, position = place
+        state = self.groups[group].states[position]
+        if state == wire.HIT:
+            return LookupResult.HIT
+        return LookupResult.HIT_PENDING if state == wire.PENDING else LookupResult.MISS
+
+    def placement(self, key: bytes) -> Placement:
+        """Where a HIT lies."""
+        group, position = self.index[key]
+        verdict = self.groups[group]
+        return Placement(self.arena_id, verdict.slots[position], verdict.generations[position])
+
+    def tier(self, key: bytes) -> str:
+        """The tier where the key lay when the request arrived."""
+        group, position = self.index[key]
+        return wire.TIER_NAMES.get(self.groups[group].tiers[position], "none")
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether it is too late to wait any longer for what is missing."""
+        if self.given_up or self.final:
+            return False
+        return now >= (self.pending_deadline if self.answered else self.verdict_deadline)
+
+    def is_lease_ending(self, now_ns: int) -> bool:
+        """Whether leased slots can no longer be relied upon."""
+        return self.answered and now_ns >= self.lease_until_ns - int(LEASE_MARGIN_SECONDS * 1e9)
+
+    def held(self) -> list[tuple[int, int]]:
+        """(slot, generation) of every leased slot."""
+        return [
+            (slot, generation)
+            for verdict in self.groups
+            for state, slot, generation in zip(verdict.states, verdict.slots, verdict.generations, strict=True)
+            if state == wire.HIT
+        ]
+
+
+@dataclass(slots=True)
+class Patience:
+    """How often the agent left a Prefetch unanswered; after several in a row nothing is asked for a while."""
+
+    limit: int
+    pause_seconds: float
+    in_a_row: int = 0
+    paused_until: float = 0.0
+
+    def missed(self, now: float) -> bool:
+        """Count a missed verdict; True when a pause begins."""
+        self.in_a_row += 1
+        if self.in_a_row < self.limit:
+            return False
+        self.in_a_row = 0
+        self.paused_until = now + self.pause_seconds
+        return True
+
+    def answered(self) -> None:
+        """A verdict came in time."""
+        self.in_a_row = 0
+
+    def is_paused(self, now: float) -> bool:
+        """Whether the agent is left alone."""
+        return now < self.paused_until

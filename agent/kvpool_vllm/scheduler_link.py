@@ -1,0 +1,104 @@
+"""The scheduler process's connection to the agent: greeting, registration, domain, verdicts.
+
+Invariant: its callbacks run on the client's thread and only set fields that the engine's thread reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from kvpool_core import wire
+from kvpool_vllm.agent_client import AgentClient
+
+logger = logging.getLogger("vllm.kvpool")
+
+DIGEST_ANSWER_SECONDS = 2.0
+"""Wait of the identification thread for remembered digests; without an answer it reads the files."""
+
+
+class SchedulerLink:
+    """Implements `agent_client.Peer` for the scheduler process."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        make_hello: Callable[[], wire.Hello],
+        *,
+        on_verdict: Callable[[wire.Verdict], None],
+        held: Callable[[], list[tuple[str, int, int]]],
+    ) -> None:
+        self._make_hello = make_hello
+        self._on_verdict = on_verdict
+        self._held = held
+        self._registration: wire.RegisterScheduler | None = None
+        self.arena_id = b""
+        self.domain = b""
+        self.refusal = ""
+        self.is_snapshot_wanted = False
+        self.session = 0
+        self.client = AgentClient(socket_path, self, name="scheduler")
+
+    def publish(self, registration: wire.RegisterScheduler) -> None:
+        """Register now and after each reconnect."""
+        self._registration = registration
+        self.client.send(registration)
+
+    def ask_digests(self, files: Sequence[wire.FileKey]) -> list[bytes]:
+        """Digests that the agent remembers; b"" for each unknown one."""
+        message = wire.FileDigests(self.client.next_id(), list(files), [])
+        answer = self.client.request(message, timeout_seconds=DIGEST_ANSWER_SECONDS)
+        if isinstance(answer, wire.FileDigests) and len(answer.digests) == len(files):
+            return answer.digests
+        return [b""] * len(files)
+
+    def teach_digests(self, files: Sequence[wire.FileKey], digests: Sequence[bytes]) -> None:
+        """Let the agent remember digests for the next engine on this node."""
+        self.client.send(wire.FileDigests(0, list(files), list(digests)))
+
+    # --- agent_client.Peer -------------------------------------------------------------------------------------------
+
+    def hello(self) -> wire.Hello:
+        """The scheduler's greeting."""
+        return self._make_hello()
+
+    def on_welcome(self, welcome: wire.Welcome, descriptors: Sequence[int]) -> list[wire.Message]:
+        """Only workers map the arena. Leases of the same arena are announced, those of another are worthless."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+        held = self._held() if welcome.arena_id == self.arena_id else []
+        self.arena_id = welcome.arena_id
+        self.is_snapshot_wanted = True
+        first: list[wire.Message] = [self._announcement(held)]
+        if self._registration is not None:
+            first.append(self._registration)
+        return first
+
+    def on_message(self, message: wire.AgentMessage) -> None:
+        """Domain, verdicts, and the call to announce everything again."""
+        if isinstance(message, wire.Verdict):
+            self._on_verdict(message)
+        elif isinstance(message, wire.Domain):
+            self._take_domain(message)
+        elif isinstance(message, wire.Reannounce):
+            self.client.send(self._announcement(self._held()))
+            self.is_snapshot_wanted = True
+
+    def on_disconnected(self) -> None:
+        """Without an agent nothing is looked up or offered."""
+        self.session += 1
+        self.domain = b""
+
+    def _take_domain(self, message: wire.Domain) -> None:
+        domain = message.domain if message.state == "known" else b""
+        if domain and domain != self.domain:
+            logger.info("kvpool: domain %s, blocks are shared with engines of the same domain", domain.hex())
+        if message.state == "refused" and message.reason != self.refusal:
+            logger.warning("kvpool: no blocks are loaded or stored: the agent refused this engine: %s", message.reason)
+        self.refusal = message.reason if message.state == "refused" else ""
+        self.domain = domain
+
+    def _announcement(self, held: list[tuple[str, int, int]]) -> wire.Announce:
+        requests, slots, generations = ([row[i] for row in held] for i in range(3))
+        return wire.Announce(self.client.next_id(), requests, slots, generations)  # type: ignore[arg-type]

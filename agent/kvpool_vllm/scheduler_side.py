@@ -1,0 +1,315 @@
+"""The scheduler side: vLLM's OffloadingManager over verdicts of the node's agent.
+
+Invariant: no method waits. What the agent has not said in time is a miss; what a request no longer needs is released.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvpool_core import wire
+from kvpool_core.block_hash import HASH_BYTES
+from kvpool_vllm import metrics
+from kvpool_vllm.gpu_blocks import GpuBlocks
+from kvpool_vllm.identification import Identification
+from kvpool_vllm.lookups import Lookup, Patience
+from kvpool_vllm.prefill_rate import PrefillRate
+from kvpool_vllm.scheduler_link import SchedulerLink
+from kvpool_vllm.settings import Settings
+from kvpool_vllm.transfer_specs import LoadSpec, StoreSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvpool")
+
+PENDING_GRACE_SECONDS = 0.1
+"""Beyond the agent's own limit for a fetch (0.8 of recomputing), before the engine stops waiting by itself."""
+FETCH_SHARE = 0.8
+
+
+class GroupKeying:
+    """How one offloaded group cuts a request into blocks. `hashes_per_block`: block hashes a block spans."""
+
+    def __init__(self, *, group: int, tokens_per_block: int, hashes_per_block: int, window_blocks: int) -> None:
+        self.group = group
+        self.tokens_per_block = tokens_per_block
+        self.hashes_per_block = hashes_per_block
+        self.window_blocks = window_blocks
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """The hash of each whole block of the request: that of its last hash boundary."""
+        return list(request.block_hashes[self.hashes_per_block - 1 :: self.hashes_per_block])
+
+    def key(self, block_hash: bytes) -> bytes:
+        """vLLM's OffloadKey."""
+        return block_hash + self.group.to_bytes(4, "big")
+
+
+class KvpoolManager(OffloadingManager):
+    """vLLM's view of the tiers behind the GPU."""
+
+    def __init__(self, settings: Settings, identification: Identification, gpu_blocks: GpuBlocks) -> None:
+        self._settings = settings
+        self._identification = identification
+        self._gpu_blocks = gpu_blocks
+        self._groups: dict[int, GroupKeying] = {}
+        self._requests: dict[str, Request] = {}
+        self._lookups: dict[str, Lookup] = {}
+        self._by_rid: dict[int, Lookup] = {}
+        self._failed: set[str] = set()
+        self._patience = Patience(settings.verdicts_missed_before_pause, settings.pause_seconds)
+        self._stats = metrics.Stats()
+        self._gauges: dict[str, float] = {}
+        self.rate = PrefillRate()
+        self.link: SchedulerLink | None = None
+
+    def use(self, link: SchedulerLink, groups: Sequence[GroupKeying]) -> None:
+        """The connection and the groups exist now."""
+        self.link = link
+        self._groups = {group.group: group for group in groups}
+
+    # --- called by the connector ----------------------------------------------------------------------------------------
+
+    def track(self, request: Request) -> None:
+        """A request entered the queue: ask for its blocks at once."""
+        self._requests[request.request_id] = request
+        self.ensure_asked(request)
+
+    def ensure_asked(self, request: Request) -> None:
+        """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is not None and (lookup.loading or not lookup.is_lease_ending(time.monotonic_ns())):
+            return
+        if lookup is not None:
+            self._forget(lookup)
+        if request.request_id not in self._failed and not request.skip_reading_prefix_cache:
+            self._ask(request)
+
+    def mark_failed(self, request_ids: Collection[str]) -> None:
+        """Loads of these requests failed: they are recomputed and see only misses."""
+        for request_id in request_ids:
+            self._failed.add(request_id)
+            self._stats.increase_counter(metrics.LOAD_FAILURES)
+            if (lookup := self._lookups.get(request_id)) is not None:
+                self._forget(lookup)
+
+    def on_verdict(self, verdict: wire.Verdict) -> None:
+        """On the client's thread: hand a verdict to its lookup."""
+        lookup = self._by_rid.get(verdict.rid)
+        if lookup is not None:
+            lookup.accept(verdict)
+
+    def held(self) -> list[tuple[str, int, int]]:
+        """(request, slot, generation) of every leased slot that a request may still read."""
+        return [(lookup.request_id, *slot) for lookup in list(self._lookups.values()) for slot in lookup.held()]
+
+    def report(self) -> metrics.Stats | None:
+        """Counters since the last call and the state of the connection."""
+        link = self.link
+        gauges = {
+            metrics.CONNECTED: float(link is not None and link.client.connected),
+            metrics.IDENTIFIED: float(link is not None and bool(link.domain)),
+            metrics.PREFILL_RATE: self.rate.tokens_per_second,
+        }
+        for name, value in gauges.items():
+            if self._gauges.get(name) != value:  # vLLM logs whatever it is given every ten seconds
+                self._stats.set_gauge(name, value)
+        self._gauges = gauges
+        stats, self._stats = self._stats, metrics.Stats()
+        return stats
+
+    # --- OffloadingManager ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Nothing here: the connector calls `track` with the request itself, which has the hashes."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """The key's state by what is known now."""
+        lookup = self._lookups.get(req_context.req_id)
+        if lookup is None:
+            return LookupResult.MISS
+        if lookup.is_overdue(time.monotonic()) or self._is_orphaned(lookup):
+            self._give_up(lookup)
+        return lookup.state(key)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """vLLM's own accounting: `ram` is the host, `valkey` is elsewhere."""
+        lookup = self._lookups.get(req_context.req_id)
+        if lookup is None or key not in lookup.index or not lookup.answered:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        return CacheHitSource.HOST if lookup.tier(key) == "ram" else CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Name the leased slots to the workers; the lease is released when the load ends."""
+        lookup = self._lookups[req_context.req_id]
+        lookup.loading = True
+        return LoadSpec([lookup.placement(key) for key in keys], lookup.lease_until_ns)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Every worker has ended the load, well or not."""
+        lookup = self._lookups.get(req_context.req_id)
+        if lookup is None:
+            return
+        self._count_loaded(lookup, keys)
+        self._forget(lookup)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Name the blocks; the workers reserve slots. Nothing to store where the blocks' domain is not known."""
+        nothing = PrepareStoreOutput([], StoreSpec(b"", False, []), [])
+        request = self._requests.get(req_context.req_id)
+        place = self._domain_of(request) if request is not None else None
+        if request is None or place is None or not _is_storable(request):
+            return nothing
+        wanted = list(keys)
+        store_keys = [self._store_key(key, request, req_context) for key in wanted]
+        self._stats.increase_counter(metrics.OFFERED_BLOCKS, len(wanted))
+        return PrepareStoreOutput(wanted, StoreSpec(*place, store_keys), [])
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Requests that were admitted without a load need their leases no more."""
+        for request_id in context.new_req_ids:
+            lookup = self._lookups.get(request_id)
+            if lookup is not None and not lookup.loading:
+                self._forget(lookup)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """The request is over; a load still in flight keeps its lease until `complete_load`."""
+        self._requests.pop(req_context.req_id, None)
+        self._failed.discard(req_context.req_id)
+        lookup = self._lookups.get(req_context.req_id)
+        if lookup is not None and not lookup.loading:
+            self._forget(lookup)
+
+    def reset_cache(self) -> None:
+        """vLLM resets connectors when weights may have changed: share nothing from now on, load nothing from before."""
+        self._identification.make_private()
+        logger.warning("kvpool: the external cache was reset: this engine's blocks stay private until it is restarted")
+        for lookup in list(self._lookups.values()):
+            self._forget(lookup)
+
+    def shutdown(self) -> None:
+        """End the connection."""
+        if self.link is not None:
+            self.link.client.close()
+
+    # --- asking ----------------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request) -> None:
+        now = time.monotonic()
+        place = self._domain_of(request)
+        if place is None or self.link is None or self._patience.is_paused(now):
+            return
+        groups = [self._group_keys(keying, request) for keying in self._groups.values()]
+        missing = max((len(g.hashes) - g.local_blocks) * self._groups[g.group].tokens_per_block for g in groups)
+        if missing <= 0:
+            return
+        rid = self.link.client.next_id()
+        lookup = self._new_lookup(rid, request.request_id, groups, now, missing_tokens=missing)
+        self._lookups[request.request_id] = self._by_rid[rid] = lookup
+        message = wire.Prefetch(rid, request.request_id, *place, groups, self.rate.tokens_per_second)
+        if self.link.client.send(message):
+            self._stats.increase_counter(metrics.QUERIED_TOKENS, missing)
+        else:
+            self._forget(lookup)
+
+    def _group_keys(self, keying: GroupKeying, request: Request) -> wire.GroupKeys:
+        hashes = keying.hashes(request)
+        local = 0 if keying.window_blocks else self._gpu_blocks.leading_blocks(keying.key(h) for h in hashes)
+        return wire.GroupKeys(keying.group, hashes, local)
+
+    def _new_lookup(
+        self, rid: int, request_id: str, groups: list[wire.GroupKeys], now: float, *, missing_tokens: int
+    ) -> Lookup:
+        assert self.link is not None
+        index = {
+            self._groups[keys.group].key(block_hash): (g, i)
+            for g, keys in enumerate(groups)
+            for i, block_hash in enumerate(keys.hashes)
+        }
+        rate, limit = self.rate.tokens_per_second, self._settings.pending_deadline_seconds
+        patience = min(limit, FETCH_SHARE * missing_tokens / rate + PENDING_GRACE_SECONDS) if rate else limit
+        deadline = now + self._settings.verdict_deadline_seconds
+        pending = max(deadline, now + patience)
+        return Lookup(rid, request_id, deadline, pending, index, self.link.arena_id, self.link.session)
+
+    def _is_orphaned(self, lookup: Lookup) -> bool:
+        """Whether the rest of an answer was lost with the connection."""
+        return (
+            not lookup.final and not lookup.given_up and self.link is not None and lookup.session != self.link.session
+        )
+
+    def _give_up(self, lookup: Lookup) -> None:
+        if not lookup.answered:
+            self._stats.increase_counter(metrics.MISSED_VERDICTS)
+            if self._patience.missed(time.monotonic()):
+                self._stats.increase_counter(metrics.PAUSES)
+                logger.warning(
+                    "kvpool: the agent does not answer; leaving it alone for %g s", self._settings.pause_seconds
+                )
+        lookup.give_up()
+        self._release(lookup)
+
+    # --- book-keeping ----------------------------------------------------------------------------------------------------
+
+    def _forget(self, lookup: Lookup) -> None:
+        if lookup.answered:
+            self._patience.answered()
+        self._lookups.pop(lookup.request_id, None)
+        if not lookup.given_up:
+            self._release(lookup)
+
+    def _release(self, lookup: Lookup) -> None:
+        self._by_rid.pop(lookup.rid, None)
+        if self.link is not None:
+            self.link.client.send(wire.Release(self.link.client.next_id(), [lookup.request_id]))
+
+    def _count_loaded(self, lookup: Lookup, keys: Collection[OffloadKey]) -> None:
+        self._stats.increase_counter(metrics.LOADS)
+        full = next((g for g in self._groups.values() if not g.window_blocks), None)
+        for key in keys:
+            if full is not None and key[HASH_BYTES:] == full.group.to_bytes(4, "big") and key in lookup.index:
+                tier = lookup.tier(key) if lookup.answered else "none"
+                self._stats.increase_counter(metrics.LOADED_TOKENS, full.tokens_per_block, (tier,))
+
+    def _domain_of(self, request: Request) -> tuple[bytes, bool] | None:
+        domain = self.link.domain if self.link is not None else b""
+        return self._identification.domain_of(domain, request) if domain else None
+
+    def _store_key(self, key: OffloadKey, request: Request, context: ReqContext) -> wire.StoreKey:
+        block_hash, group = bytes(key[:HASH_BYTES]), int.from_bytes(key[HASH_BYTES:], "big")
+        keying = self._groups[group]
+        end_token = context.get_offload_key_position(key) or 0
+        position = max(0, end_token // keying.tokens_per_block - 1)
+        before = position * keying.hashes_per_block - 1
+        parent = bytes(request.block_hashes[before]) if 0 <= before < len(request.block_hashes) else b""
+        return wire.StoreKey(group, block_hash, parent, position)
+
+
+def _is_storable(request: Request) -> bool:
+    """Multimodal identifiers given by a client replace content hashes: such blocks are stored only when salted."""
+    if request.cache_salt or not request.mm_features:
+        return True
+    return all(_is_content_hash(feature.identifier) for feature in request.mm_features)
+
+
+def _is_content_hash(identifier: str) -> bool:
+    return len(identifier) == 2 * HASH_BYTES and all(c in "0123456789abcdef" for c in identifier)

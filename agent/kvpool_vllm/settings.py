@@ -1,0 +1,80 @@
+"""What the connector is told from outside: environment of the pod and `kv_connector_extra_config`.
+
+Read once, when a connector is made. Every default stands here, with its unit and its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool_core.errors import ConfigError
+
+SPEC_NAME = "KvpoolSpec"
+SPEC_MODULE = "kvpool_vllm.spec"
+
+_PREFIX = "kvpool_"
+_OF_VLLM = {
+    "spec_name",
+    "spec_module_path",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "blocks_per_chunk",
+    "block_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one engine's connector; times in seconds."""
+
+    socket_path: str
+    token_file: str = ""
+    endpoint: str = ""
+    """`ip:port` under which the router reaches this engine; empty: the engine is not offered to routers."""
+    verdict_deadline_seconds: float = 0.05
+    """Without a verdict for this long a lookup is a miss: recomputing a block takes about as long."""
+    verdicts_missed_before_pause: int = 3
+    pause_seconds: float = 5.0
+    """After that many missed verdicts in a row nothing is asked for this long: a hung agent must not cost every request."""
+    pending_deadline_seconds: float = 10.0
+    """Upper bound of waiting for blocks being fetched, where the engine's prefill rate is not known yet."""
+    reserve_deadline_seconds: float = 1.0
+    """Wait of the copy thread (never of the engine) for slots."""
+    job_deadline_seconds: float = 5.0
+    """A store older than this is given up: its source blocks are wanted back."""
+
+    def read_token(self) -> str:
+        """The pod-bound token, read at each connect because the kubelet renews it; "" where none is configured."""
+        return Path(self.token_file).read_text().strip() if self.token_file else ""
+
+
+def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Settings:
+    """Settings from KVPOOL_SOCKET, KVPOOL_TOKEN_FILE, KVPOOL_ENDPOINT and the extra config's `kvpool_*` keys.
+
+    ConfigError names a key that is unknown or not a number.
+    """
+    socket_path = environ.get("KVPOOL_SOCKET", "")
+    if not socket_path:
+        raise ConfigError("KVPOOL_SOCKET is not set: give the path of the agent's socket, as /run/kvpool/agent.sock")
+    numbers: dict[str, float] = {}
+    for key, value in extra.items():
+        if key in _OF_VLLM:
+            continue
+        name = key.removeprefix(_PREFIX)
+        if not key.startswith(_PREFIX) or name not in Settings.__slots__ or not name.endswith("_seconds"):
+            known = sorted(_PREFIX + n for n in Settings.__slots__ if n.endswith("_seconds"))
+            raise ConfigError(
+                f"kv_connector_extra_config: unknown key `{key}`: remove it or use one of {', '.join(known)}"
+            )
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"kv_connector_extra_config: `{key}` must be a positive number of seconds, is {value!r}")
+        numbers[name] = float(value)
+    return Settings(
+        socket_path=socket_path,
+        token_file=environ.get("KVPOOL_TOKEN_FILE", ""),
+        endpoint=environ.get("KVPOOL_ENDPOINT", ""),
+        **numbers,  # type: ignore[arg-type]
+    )

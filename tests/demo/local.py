@@ -1,0 +1,288 @@
+"""`make demo-local`: KV blocks travel between two engines, two agents and a Valkey cluster, and a router follows them.
+
+Invariant: the table shows what was measured; it ends non-zero when any expectation failed, and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import string
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from tests.demo.table import Measured, Row, render
+from tests.harness.engine import BLOCK_SIZE, ROOT, Answer, Engine, Timed
+from tests.harness.processes import ProgramError
+from tests.harness.provision import paths as provisioned
+from tests.harness.stack import Stack, clean
+from tests.harness.valkey_cluster import free_ports
+
+FOLDER = ROOT / ".kvpool" / "demo"
+RESULT = ROOT / ".kvpool" / "demo.json"
+PROMPTS = 3
+PROMPT_TOKENS = 3_005
+"""No multiple of the block size: an engine's own cache never covers the last token, a tier may."""
+ANSWER_TOKENS = 64
+SHARED_TOKENS = 10 * BLOCK_SIZE
+LOADED_SHARE = 0.9
+SPEEDUP = 3.0
+SETTLE_SECONDS = 30.0
+
+
+def make_text(seed: int, tokens: int) -> str:
+    """A random text of as many tokens: the demo's models have one token per character."""
+    chosen = random.Random(seed)  # noqa: S311
+    return "".join(chosen.choice(string.ascii_lowercase + "    ") for _ in range(tokens))
+
+
+class References:
+    """Answers of an engine without the connector, each in the shape (computed, own prefix cache) of the row it is held against."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.cold: list[Answer] = []
+        self.cached: list[Answer] = []
+        self.follow_up: list[Answer] = []
+        self.follow_up_prompts: list[str] = []
+        self.unrelated: list[Answer] = []
+
+    def ask(self, prompts: list[str], unrelated: list[str]) -> None:
+        """Collect all answers; a follow-up's blocks are computed as the demo's engine will have computed them."""
+        for i, prompt in enumerate(prompts):
+            self._engine.reset_own_cache()
+            self.cold.append(self._engine.complete(prompt, max_tokens=ANSWER_TOKENS))
+            self._engine.reset_own_cache()
+            self._engine.complete(prompt, max_tokens=1)
+            answer = self._engine.complete(prompt, max_tokens=ANSWER_TOKENS)
+            self.cached.append(answer)
+            follow_up = prompt + "".join(answer.tokens) + make_text(1_000 + i, 50)
+            self.follow_up_prompts.append(follow_up)
+            self.follow_up.append(self._engine.complete(follow_up, max_tokens=ANSWER_TOKENS))
+        self.unrelated = [self._engine.complete(text, max_tokens=ANSWER_TOKENS) for text in unrelated]
+
+
+class Demo:
+    """The steps. Node and engine of index 0 are `a`, of index 1 `b`."""
+
+    def __init__(self, stack: Stack, references: References, prompts: list[str], unrelated: list[str]) -> None:
+        self._stack = stack
+        self._references = references
+        self._prompts = prompts
+        self._unrelated = unrelated
+        self._node_of = {e.endpoint: n.name for e, n in zip(stack.engines, stack.nodes, strict=True)}
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """All steps, in order."""
+        a, b = self._stack.engines
+        for step, run in (
+            ("cold", lambda: self._each(a, self._references.cold)),
+            ("ram", lambda: self._each(a, self._references.cached, before=a.reset_own_cache)),
+            ("valkey", lambda: self._each(b, self._references.cached)),
+            ("restarted", self._restarted),
+            ("follow_up", self._follow_up),
+            ("unrelated", self._unrelated_while_busy),
+        ):
+            say(f"step {step}")
+            row = Row(step, run())
+            self.rows.append(row)
+            self._check(row)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def _each(
+        self, engine: Engine, references: list[Answer], *, before: Callable[[], None] = lambda: None
+    ) -> list[Measured]:
+        before()
+        measured = []
+        for prompt, reference in zip(self._prompts, references, strict=True):
+            measured.append(self._measure(engine, prompt, reference))
+        self._settle()
+        return measured
+
+    def _restarted(self) -> list[Measured]:
+        a, b = self._stack.engines
+        for node in self._stack.nodes:
+            node.agent.kill()
+        for node in self._stack.nodes:
+            node.agent.start()
+        for node, engine in zip(self._stack.nodes, self._stack.engines, strict=True):
+            node.wait_ready()
+            engine.wait_identified()
+        b.reset_own_cache()  # so that the next turn has one holder: a
+        return self._each(a, self._references.cached, before=a.reset_own_cache)
+
+    def _follow_up(self) -> list[Measured]:
+        pairs = zip(self._references.follow_up_prompts, self._references.follow_up, strict=True)
+        return [self._measure(None, prompt, reference) for prompt, reference in pairs]
+
+    def _unrelated_while_busy(self) -> list[Measured]:
+        measured = []
+        for i, (text, reference) in enumerate(zip(self._unrelated, self._references.unrelated, strict=True)):
+            busy = self._prompts[i][:SHARED_TOKENS] + make_text(2_000 + i, PROMPT_TOKENS - SHARED_TOKENS)
+            cold: list[Timed] = []
+            a = self._stack.engines[0]
+            thread = threading.Thread(
+                target=lambda prompt=busy: cold.append(
+                    a.complete_timed(prompt, max_tokens=1, url=self._stack.router.url)
+                )
+            )
+            thread.start()
+            a.program.wait_until(self._is_busy, seconds=10.0, what="cold prompt running")
+            measured.append(self._measure(None, text, reference))
+            thread.join()
+            where = self._node_of.get(routed_endpoint(cold[0].route), "?")
+            if where != "node-a":
+                raise ProgramError(f"the cold prompt with a's prefix went to {where}: {cold[0].route}")
+        return measured
+
+    def _is_busy(self) -> bool:
+        return self._stack.engines[0].metric("vllm:num_requests_running") + self._in_router() > 0
+
+    def _in_router(self) -> float:
+        endpoints = self._stack.router.get("/v1/endpoints")["endpoints"]
+        return float(sum(e.get("in_flight", 0) for e in endpoints))
+
+    # --- measuring ------------------------------------------------------------------------------------------------------
+
+    def _measure(self, engine: Engine | None, prompt: str, reference: Answer) -> Measured:
+        """One prompt at an engine, or through the router (None)."""
+        before = {e.endpoint: loaded_tokens(e) for e in self._stack.engines}
+        url = "" if engine is not None else self._stack.router.url
+        timed = (engine or self._stack.engines[0]).complete_timed(prompt, max_tokens=ANSWER_TOKENS, url=url)
+        endpoint = engine.endpoint if engine is not None else routed_endpoint(timed.route)
+        chosen = next(e for e in self._stack.engines if e.endpoint == endpoint)
+        after = loaded_tokens(chosen)
+        loaded = {tier: int(after[tier] - before[endpoint][tier]) for tier in after}
+        equal = timed.answer == reference
+        return Measured(timed.ttft_seconds, timed.prompt_tokens, loaded, self._node_of[endpoint], equal)
+
+    def _settle(self) -> None:
+        """Wait until nothing is being stored or written to Valkey."""
+        end = time.monotonic() + SETTLE_SECONDS
+        while any(not is_settled(node.stats()) for node in self._stack.nodes):
+            if time.monotonic() > end:
+                raise ProgramError(f"stores did not settle within {SETTLE_SECONDS:g} s")
+            time.sleep(0.05)
+
+    # --- expectations ---------------------------------------------------------------------------------------------------
+
+    def _check(self, row: Row) -> None:
+        tier = {"ram": "ram", "restarted": "ram", "valkey": "valkey"}.get(row.step)
+        whole = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+        if not row.answer_equal:
+            row.problems.append("an answer differs from the engine's without the connector")
+        if tier is not None and any(m.loaded_tokens[tier] < LOADED_SHARE * whole for m in row.measured):
+            row.problems.append(f"less than {LOADED_SHARE:.0%} of the prompt's whole blocks came from {tier}")
+        if row.step == "ram" and row.ttft_seconds * SPEEDUP > self.rows[0].ttft_seconds:
+            row.problems.append(f"time to first token is more than 1/{SPEEDUP:g} of the cold one")
+        if row.step == "follow_up" and row.node != "node-a":
+            row.problems.append("the next turn did not go to the holder of its prefix")
+        if row.step == "follow_up" and any(m.loaded_tokens["gpu"] < LOADED_SHARE * whole for m in row.measured):
+            row.problems.append("the next turn did not find its prefix in the engine's own cache")
+        if row.step == "unrelated" and row.node != "node-b":
+            row.problems.append("the unrelated prompt did not go to the idle engine")
+
+
+def loaded_tokens(engine: Engine) -> dict[str, float]:
+    """Tokens that an engine has taken from its own cache and, by our connector's metrics, from each tier."""
+    text = engine.metrics()
+    from tests.harness.engine import metric_sum
+
+    tiers = {tier: metric_sum(text, "kvpool_connector_loaded_tokens_total", tier=tier) for tier in ("ram", "valkey")}
+    return {"gpu": metric_sum(text, "vllm:prefix_cache_hits_total"), **tiers}
+
+
+def routed_endpoint(header: str) -> str:
+    """`endpoint=` of x-kvpool-route."""
+    fields = dict(part.strip().split("=", 1) for part in header.split(";") if "=" in part)
+    return fields.get("endpoint", "")
+
+
+def is_settled(stats: dict[str, object]) -> bool:
+    """Nothing being written, neither into slots nor to Valkey."""
+    arena, tier = stats["arena"], stats.get("valkey") or {}
+    assert isinstance(arena, dict)
+    assert isinstance(tier, dict)
+    return not arena["slots"].get("writing", 0) and not tier.get("queued_bytes", 0) and not tier.get("writing", 0)
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+STARTED = time.monotonic()
+
+
+def run() -> int:
+    """Start everything, run the steps, print and write the table, end everything."""
+    parts = provisioned()
+    clean(FOLDER)
+    model = parts.models["demo-60m"]
+    stack = Stack(FOLDER, model, paths=parts)
+    reference = Engine("reference", model, paths=parts, folder=FOLDER, port=free_ports(1)[0], cores="1", socket=None)
+    prompts = [make_text(seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
+    unrelated = [make_text(500 + seed, 200) for seed in range(PROMPTS)]
+    try:
+        say(
+            "starting two engines, a reference engine without the connector, two nodes, three Valkey shards, the router"
+        )
+        stack.start_engines()
+        reference.start()
+        stack.start_rest()
+        reference.wait_ready()
+        say("reference answers")
+        references = References(reference)
+        references.ask(prompts, unrelated)
+        reference.program.kill()
+        for engine in stack.engines:
+            engine.wait_ready().wait_identified()
+            engine.reset_own_cache()
+        demo = Demo(stack, references, prompts, unrelated)
+        demo.run()
+    finally:
+        reference.program.kill()
+        stack.stop()
+    return report(demo.rows)
+
+
+def report(rows: list[Row]) -> int:
+    """Print the table and write `.kvpool/demo.json`; 0 when every row is as expected."""
+    RESULT.write_text(json.dumps({"block_size": BLOCK_SIZE, "steps": [row.as_json() for row in rows]}, indent=1) + "\n")
+    print("\n" + render(rows) + "\n")
+    for row in rows:
+        for problem in row.problems:
+            print(f"{row.step}: {problem}")
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--down", action="store_true", help="end what an interrupted demo left running")
+    if parser.parse_args().down:
+        print(f"{clean(FOLDER)} programs ended")
+        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        return run()
+    except ProgramError as error:
+        print(f"demo failed: {error}", file=sys.stderr)
+        return 2
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

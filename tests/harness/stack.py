@@ -1,0 +1,82 @@
+"""Everything on one machine: N engines, each beside its own node, a Valkey cluster, a router."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.harness.engine import Engine
+from tests.harness.node import Node
+from tests.harness.processes import clean_killed_run
+from tests.harness.provision import Paths
+from tests.harness.router import Router
+from tests.harness.valkey_cluster import ValkeyServers, free_ports
+from tests.harness.valkey_cluster import clean_killed_run as clean_killed_valkey
+
+VALKEY_SHARDS = 3
+
+
+def clean(folder: Path) -> int:
+    """End what a killed run in `folder` left and remove its files; returns how many programs were still running."""
+    ended = clean_killed_run(folder)
+    clean_killed_valkey(folder / "valkey")
+    shutil.rmtree(folder, ignore_errors=True)
+    return ended
+
+
+class Stack:
+    """The parts, made but not started. Node i stands beside engine i, whose cores are `cores[i]`."""
+
+    def __init__(
+        self, folder: Path, model: Path, *, paths: Paths, cores: tuple[str, ...] = ("0", "1"), capacity: str = "512Mi"
+    ) -> None:
+        self.folder = folder
+        ports = free_ports(2 * len(cores) + 2)
+        self.valkey = ValkeyServers(
+            folder=folder / "valkey", shards=VALKEY_SHARDS, cluster=True, binary=paths.valkey_server
+        )
+        self.nodes: list[Node] = []
+        self.engines: list[Engine] = []
+        tier: dict[str, object] = {"endpoints": self.valkey.endpoints}
+        for i, core in enumerate(cores):
+            name = chr(ord("a") + i)
+            node = Node(
+                f"node-{name}", folder=folder / f"n{name}", admin_port=ports.pop(), capacity=capacity, valkey=tier
+            )
+            engine = Engine(
+                f"engine-{name}", model, paths=paths, folder=folder, port=ports.pop(), cores=core, socket=node.socket
+            )
+            self.nodes.append(node)
+            self.engines.append(engine)
+        placement = list(zip(self.engines, self.nodes, strict=True))
+        self.router = Router(placement, folder=folder / "r", port=ports.pop(), admin_port=ports.pop())
+
+    def start(self) -> None:
+        """Start all of it; ends when everything serves."""
+        self.start_engines()
+        self.start_rest()
+        for engine in self.engines:
+            engine.wait_ready().wait_identified()
+
+    def start_engines(self) -> None:
+        """Engines take longest: begin with them."""
+        for engine in self.engines:
+            engine.start()
+
+    def start_rest(self) -> None:
+        """Valkey, nodes, router; ends when they serve."""
+        self.valkey.start()
+        for node in self.nodes:
+            node.start()
+        for node in self.nodes:
+            node.wait_ready()
+        self.router.start().wait_ready()
+
+    def stop(self) -> None:
+        """End all of it, the router first."""
+        self.router.program.stop()
+        for engine in self.engines:
+            engine.program.kill()
+        for node in self.nodes:
+            node.stop()
+        self.valkey.stop()
