@@ -40,7 +40,10 @@ assert _RECORD.size <= RECORD_BYTES and RECORD_BYTES % 8 == 0
 
 GENERATION_OFFSET = 0
 LEASE_OFFSET = 8
+RECENCY_OFFSET = 24
+CHECKSUM_OFFSET = 32
 STATE_OFFSET = _RECORD.size - 32 - 32 - 16 - 8
+FLAGS_OFFSET = STATE_OFFSET + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,15 @@ def record_offset(slot: int) -> int:
 def pack_header(buffer: memoryview, header: TableHeader) -> None:
     """Write the header page."""
     _HEADER.pack_into(
-        buffer, 0, MAGIC, LAYOUT_VERSION, RECORD_BYTES, header.records, header.arena_id, header.boot_id, header.capacity_bytes
+        buffer,
+        0,
+        MAGIC,
+        LAYOUT_VERSION,
+        RECORD_BYTES,
+        header.records,
+        header.arena_id,
+        header.boot_id,
+        header.capacity_bytes,
     )
 
 

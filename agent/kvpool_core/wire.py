@@ -48,7 +48,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, kw_only=False):
 # --- connection ---------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, tag="Hello"):
+class Hello(Message, frozen=True, tag="Hello"):
     """First message of an engine's process. `role` is "scheduler" or "worker"; `block_size` in tokens per hash."""
 
     protocol_min: int
@@ -65,7 +65,7 @@ class Hello(Message, tag="Hello"):
     token: str
 
 
-class Welcome(Message, tag="Welcome"):
+class Welcome(Message, frozen=True, tag="Welcome"):
     """Answer to Hello; carries two descriptors as SCM_RIGHTS: payload memfd, slot table memfd (read-only)."""
 
     protocol: int
@@ -75,7 +75,7 @@ class Welcome(Message, tag="Welcome"):
     lease_seconds: float
 
 
-class Refused(Message, tag="Refused"):
+class Refused(Message, frozen=True, tag="Refused"):
     """The agent closes the connection after this. `code` is CamelCase, `message` says what to do."""
 
     code: str
@@ -95,7 +95,7 @@ class GroupLayout(msgspec.Struct, array_like=True, frozen=True):
     window_blocks: int
 
 
-class RegisterScheduler(Message, tag="RegisterScheduler"):
+class RegisterScheduler(Message, frozen=True, tag="RegisterScheduler"):
     """The scheduler's part of the fingerprint (16 bytes), sent when the weights are identified.
 
     `problem` not empty: the engine cannot be identified (the domain stays unknown: no hits, no stores).
@@ -105,7 +105,7 @@ class RegisterScheduler(Message, tag="RegisterScheduler"):
     problem: str
 
 
-class RegisterWorker(Message, tag="RegisterWorker"):
+class RegisterWorker(Message, frozen=True, tag="RegisterWorker"):
     """A worker's part: `shared_part` must be equal on all ranks, `rank_part` is b"" when parallelism-agnostic."""
 
     shared_part: bytes
@@ -113,7 +113,7 @@ class RegisterWorker(Message, tag="RegisterWorker"):
     groups: list[GroupLayout]
 
 
-class Domain(Message, tag="Domain"):
+class Domain(Message, frozen=True, tag="Domain"):
     """Pushed to every connection of an engine. `state`: "pending" | "known" | "refused"; domain is b"" unless known."""
 
     state: str
@@ -133,7 +133,7 @@ class GroupKeys(msgspec.Struct, array_like=True, frozen=True):
     local_blocks: int
 
 
-class Prefetch(Message, tag="Prefetch"):
+class Prefetch(Message, frozen=True, tag="Prefetch"):
     """A request arrived: look its blocks up, lease what is in the arena, fetch what `valkey` holds.
 
     `private`: the domain belongs to one engine process and never leaves the node.
@@ -158,7 +158,7 @@ class GroupVerdict(msgspec.Struct, array_like=True, frozen=True):
     generations: list[int]
 
 
-class Verdict(Message, tag="Verdict"):
+class Verdict(Message, frozen=True, tag="Verdict"):
     """Answer to a Prefetch. `final`: no key is PENDING any more and no further Verdict follows.
 
     `lease_until_ns`: CLOCK_MONOTONIC nanoseconds until which the HIT slots stay as they are.
@@ -170,7 +170,7 @@ class Verdict(Message, tag="Verdict"):
     groups: list[GroupVerdict]
 
 
-class Release(Message, tag="Release"):
+class Release(Message, frozen=True, tag="Release"):
     """The engine reads none of these requests' leased slots any more; pending fetches for them lose their reader."""
 
     requests: list[str]
@@ -188,7 +188,7 @@ class StoreKey(msgspec.Struct, array_like=True, frozen=True):
     position: int
 
 
-class Reserve(Message, tag="Reserve"):
+class Reserve(Message, frozen=True, tag="Reserve"):
     """A worker's copy thread asks for slots of job `job` (vLLM's job id). Every rank of the engine gets equal answers."""
 
     job: int
@@ -197,7 +197,7 @@ class Reserve(Message, tag="Reserve"):
     keys: list[StoreKey]
 
 
-class Reserved(Message, tag="Reserved"):
+class Reserved(Message, frozen=True, tag="Reserved"):
     """Answer to Reserve, per key in order: kind byte (SLOT, EXISTS, FULL), slot and generation (0 unless SLOT).
 
     `write_until_ns`: CLOCK_MONOTONIC nanoseconds; no copy into these slots may begin later than that.
@@ -210,13 +210,13 @@ class Reserved(Message, tag="Reserved"):
     write_until_ns: int
 
 
-class Ack(Message, tag="Ack"):
+class Ack(Message, frozen=True, tag="Ack"):
     """This rank has copied its part of every reserved slot of the job."""
 
     job: int
 
 
-class Abort(Message, tag="Abort"):
+class Abort(Message, frozen=True, tag="Abort"):
     """This rank copies nothing more into the job's slots; none of them becomes readable (also sent without a Reserved)."""
 
     job: int
@@ -225,7 +225,7 @@ class Abort(Message, tag="Abort"):
 # --- reconnecting --------------------------------------------------------------------------------------------------
 
 
-class Announce(Message, tag="Announce"):
+class Announce(Message, frozen=True, tag="Announce"):
     """After Welcome. A scheduler names the leased slots that it still reads, as (slot, generation), and for each its request.
 
     A worker sends empty lists: it has ended every copy before it connects, so the agent may free what it was writing.
@@ -236,14 +236,14 @@ class Announce(Message, tag="Announce"):
     generations: list[int]
 
 
-class Reannounce(Message, tag="Reannounce"):
+class Reannounce(Message, frozen=True, tag="Reannounce"):
     """Pushed: send Announce and, from a scheduler, GpuSnapshot again."""
 
 
 # --- GPU blocks ----------------------------------------------------------------------------------------------------
 
 
-class GpuEvents(Message, tag="GpuEvents"):
+class GpuEvents(Message, frozen=True, tag="GpuEvents"):
     """Events of the engine's own cache in their order: kinds "s" stored, "r" removed, "c" cleared (one letter per event).
 
     hashes: low 8 bytes of the block hash as unsigned integer (0 for "c"); groups: its KV-cache group.
@@ -254,7 +254,7 @@ class GpuEvents(Message, tag="GpuEvents"):
     hashes: list[int]
 
 
-class GpuSnapshot(Message, tag="GpuSnapshot"):
+class GpuSnapshot(Message, frozen=True, tag="GpuSnapshot"):
     """All blocks that the engine's cache holds now, with the number of physical blocks each; replaces what was known."""
 
     groups: list[int]
@@ -275,7 +275,7 @@ class FileKey(msgspec.Struct, array_like=True, frozen=True):
     sample: bytes
 
 
-class FileDigests(Message, tag="FileDigests"):
+class FileDigests(Message, frozen=True, tag="FileDigests"):
     """Asks for remembered content digests; with `digests` not empty, teaches them. Answered by FileDigests (b"" = unknown)."""
 
     files: list[FileKey]
@@ -285,13 +285,13 @@ class FileDigests(Message, tag="FileDigests"):
 # --- holder <-> agent ----------------------------------------------------------------------------------------------
 
 
-class HolderHello(Message, tag="HolderHello"):
+class HolderHello(Message, frozen=True, tag="HolderHello"):
     """Agent to holder: asks what is kept. Answered by HolderState."""
 
     boot_id: bytes
 
 
-class HolderState(Message, tag="HolderState"):
+class HolderState(Message, frozen=True, tag="HolderState"):
     """Carries 0, 1 (payload) or 2 (payload, table) descriptors. arena_id is b"" when the holder keeps nothing."""
 
     arena_id: bytes
@@ -301,14 +301,14 @@ class HolderState(Message, tag="HolderState"):
     has_table: bool
 
 
-class HolderCreate(Message, tag="HolderCreate"):
+class HolderCreate(Message, frozen=True, tag="HolderCreate"):
     """Agent to holder: make an arena and prefault it; answered by HolderState messages until it is complete."""
 
     capacity_bytes: int
     huge_page_bytes: int
 
 
-class HolderKeep(Message, tag="HolderKeep"):
+class HolderKeep(Message, frozen=True, tag="HolderKeep"):
     """Agent to holder, with descriptors: [table], or [payload, table] for a holder that keeps nothing. Answered by HolderState."""
 
     arena_id: bytes
@@ -344,25 +344,25 @@ class TierBlocks(msgspec.Struct, array_like=True, frozen=True):
     hashes: list[int]
 
 
-class EventsBegin(Message, tag="EventsBegin"):
+class EventsBegin(Message, frozen=True, tag="EventsBegin"):
     """First frame of a stream: a snapshot follows as EventsPart frames, ended by EventsReady; deltas start at seq + 1."""
 
     boot_id: bytes
     seq: int
 
 
-class EventsPart(Message, tag="EventsPart"):
+class EventsPart(Message, frozen=True, tag="EventsPart"):
     """A piece of the snapshot."""
 
     engines: list[EngineInfo]
     blocks: list[TierBlocks]
 
 
-class EventsReady(Message, tag="EventsReady"):
+class EventsReady(Message, frozen=True, tag="EventsReady"):
     """The snapshot is complete."""
 
 
-class EventsDelta(Message, tag="EventsDelta"):
+class EventsDelta(Message, frozen=True, tag="EventsDelta"):
     """Changes in order. `seq` grows by one per frame; a gap or another boot id means: subscribe again."""
 
     boot_id: bytes
@@ -373,7 +373,7 @@ class EventsDelta(Message, tag="EventsDelta"):
     cleared: list[TierBlocks]
 
 
-class EventsAlive(Message, tag="EventsAlive"):
+class EventsAlive(Message, frozen=True, tag="EventsAlive"):
     """Sent when nothing changed for a while (`seq` of the last delta), so that a silent stream is noticed."""
 
     boot_id: bytes

@@ -106,7 +106,7 @@ class AgentClient:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
-    # --- the client's thread ---------------------------------------------------------------------------------------
+    # --- the client's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         backoff = BACKOFF_FIRST_SECONDS
@@ -226,7 +226,7 @@ class AgentClient:
         if was_connected:
             self._peer.on_disconnected()
 
-    # --- sending (callers hold the lock) -----------------------------------------------------------------------------
+    # --- sending (callers hold the lock) --------------------------------------------------------------------------
 
     def _enqueue(self, frame: memoryview) -> bool:
         if self._socket is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool_core import slot_table, wire

@@ -1,7 +1,7 @@
 """`KvpoolConnector`: vLLM's OffloadingConnector, guarded, over the node's kvpool agent.
 
-vLLM keeps the scheduling logic (hybrid models, sliding windows, preemption). Invariant: no hook raises and none waits for
-the agent; after an error the connector is inert: requests are computed as if it were not there, jobs in flight are ended.
+vLLM keeps the scheduling logic (hybrid models, sliding windows, preemption). Invariant: no hook raises and none
+waits for the agent; after an error the connector is inert: requests are computed as if it were not there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ logger = logging.getLogger("vllm.kvpool")
 P = ParamSpec("P")
 R = TypeVar("R")
 Self = TypeVar("Self", bound="KvpoolConnector")
+Matched = tuple[int | None, bool]
+Finished = tuple[bool, dict[str, Any] | None]
 
 
 class KvpoolMetadata(OffloadingConnectorMetadata):
@@ -63,7 +65,7 @@ def guarded(
             if not self.inert_reason:
                 try:
                     return hook(self, *args, **kwargs)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 a hook that raises kills the engine
                     self.become_inert(hook.__name__, error)
             return neutral()
 
@@ -72,8 +74,24 @@ def guarded(
     return decorate
 
 
-def _nothing() -> None:
+def _nothing() -> Any:
     return None
+
+
+def _no_match() -> Matched:
+    return 0, False
+
+
+def _free_at_once() -> Finished:
+    return False, None
+
+
+def _no_sources() -> dict[CacheHitSource, int]:
+    return {}
+
+
+def _reset() -> bool | None:
+    return True
 
 
 class KvpoolConnector(OffloadingConnector):
@@ -84,12 +102,12 @@ class KvpoolConnector(OffloadingConnector):
         self._error_hook = ""
         self._scheduler_setup: SchedulerSetup | None = None
         self._worker_setup: WorkerSetup | None = None
-        self.connector_scheduler = None
-        self.connector_worker = None
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
         _name_spec(vllm_config)
         try:
             self._set_up(vllm_config, role, kv_cache_config)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 a constructor that raises keeps the engine from starting
             _construct_base(self, vllm_config, role, kv_cache_config)
             self.become_inert("", error)
 
@@ -122,7 +140,7 @@ class KvpoolConnector(OffloadingConnector):
         except Exception:
             logger.exception("kvpool: closing failed")
 
-    # --- scheduler side -------------------------------------------------------------------------------------------------
+    # --- scheduler side -------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """The pool whose blocks are reported to the agent."""
@@ -135,13 +153,13 @@ class KvpoolConnector(OffloadingConnector):
         super().on_new_request(request)
         self._manager.track(request)
 
-    @guarded(lambda: (0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    @guarded(_no_match)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
         """Tokens that can be loaded, None while the agent's answer is awaited."""
         self._manager.ensure_asked(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    @guarded(dict)
+    @guarded(_no_sources)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """vLLM's accounting of hits by tier."""
         return super().get_external_cache_hit_sources(request, num_external_tokens)
@@ -176,15 +194,13 @@ class KvpoolConnector(OffloadingConnector):
                 group.next_stored_chunk_idx = 0
         super().update_connector_output(connector_output)
 
-    @guarded(lambda: (False, None))
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    @guarded(_free_at_once)
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         """vLLM may free the blocks at once: reuse is fenced."""
         return super().request_finished(request, block_ids)
 
-    @guarded(lambda: (False, None))
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    @guarded(_free_at_once)
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
         """The same for engines with several KV-cache groups."""
         return super().request_finished_all_groups(request, block_ids)
 
@@ -192,7 +208,7 @@ class KvpoolConnector(OffloadingConnector):
         """Nothing: the agent publishes its tiers itself, subscribers would count twice."""
         return ()
 
-    @guarded(lambda: True)
+    @guarded(_reset)
     def reset_cache(self) -> bool | None:
         """Called on weight updates too: nothing stored before may be loaded again."""
         return super().reset_cache()
@@ -227,7 +243,7 @@ class KvpoolConnector(OffloadingConnector):
     def _manager(self) -> Any:
         return self.scheduler.manager
 
-    # --- worker side ----------------------------------------------------------------------------------------------------
+    # --- worker side ----------------------------------------------------------------------------------------------
 
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -244,7 +260,7 @@ class KvpoolConnector(OffloadingConnector):
     def _handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
         super().handle_preemptions(metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **_kwargs: Any) -> None:
         """Submit the step's loads and the last step's stores; an inert worker fails them at once."""
         self._start_transfers(forward_context)
         if self.inert_reason and self._worker_setup is not None:
@@ -271,7 +287,7 @@ class KvpoolConnector(OffloadingConnector):
             return None
         requests_of_jobs = dict(worker._load_jobs)
         sending, receiving = super().get_finished(finished_req_ids)
-        failed = {requests_of_jobs[job] for job in worker.worker.take_failed_loads() if job in requests_of_jobs}  # type: ignore[attr-defined]
+        failed = {requests_of_jobs[job] for job in worker.worker.take_failed_loads() if job in requests_of_jobs}
         return KVConnectorTransferResults(
             finished_sending=set(sending), finished_recving=set(receiving), failed_recving=failed & set(receiving)
         )
@@ -293,9 +309,9 @@ class KvpoolConnector(OffloadingConnector):
     def _end_all_jobs(self) -> None:
         worker = self.connector_worker.worker if self.connector_worker is not None else None
         if worker is not None:
-            worker.end_all()  # type: ignore[attr-defined]
+            worker.end_all()
 
-    # --- both -----------------------------------------------------------------------------------------------------------
+    # --- both -----------------------------------------------------------------------------------------------------
 
     @guarded(_nothing)
     def shutdown(self) -> None:

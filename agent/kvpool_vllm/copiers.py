@@ -41,13 +41,21 @@ class CpuCopier:
         """The engine computes synchronously: nothing to wait for."""
         return None
 
-    def copy(self, source: Pointers, destination: Pointers, sizes: Sizes, *, to_cache: bool, after: object) -> None:
+    def copy(
+        self,
+        source: Pointers,
+        destination: Pointers,
+        sizes: Sizes,
+        *,
+        to_cache: bool,  # noqa: ARG002 both directions are the same
+        after: object,  # noqa: ARG002 nothing to wait for
+    ) -> None:
         """One memmove a fragment."""
         move = ctypes.memmove
         for src, dst, size in zip(source.tolist(), destination.tolist(), sizes.tolist(), strict=True):
             move(dst, src, size)
 
-    def register(self, address: int, size: int) -> list[int]:
+    def register(self, address: int, size: int) -> list[int]:  # noqa: ARG002
         """Nothing to register."""
         return []
 
@@ -112,7 +120,7 @@ class CudaCopier:
 
 
 def register_pieces(address: int, size: int) -> Sequence[tuple[int, int]]:
-    """(address, bytes) of the pieces in which a mapping is registered; no slot straddles two: slabs are aligned to them."""
+    """(address, bytes) of the pieces in which a mapping is registered; slabs are aligned, no slot straddles two."""
     return [
         (address + start, min(MAX_REGISTERED_BYTES, size - start)) for start in range(0, size, MAX_REGISTERED_BYTES)
     ]

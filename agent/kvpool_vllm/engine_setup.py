@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -164,7 +164,7 @@ class WorkerSetup:
             self._worker.end_all()
             self._worker.shutdown()
 
-    # --- an inert worker's answers --------------------------------------------------------------------------------------
+    # --- an inert worker's answers --------------------------------------------------------------------------------
 
     def refuse(self, metadata: object) -> None:
         """Jobs given to an inert worker end at once, loads as failed."""
@@ -200,8 +200,8 @@ class WorkerSetup:
         return refused
 
 
-def _window_blocks(spec: object) -> int:
+def _window_blocks(spec: Any) -> int:
     """Blocks that a load needs at the end of a prefix: 0 for full attention (vLLM's `get_sliding_window_size_in_chunks`)."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 
-    return get_sliding_window_size_in_chunks(spec, spec.block_size) or 0  # type: ignore[arg-type,attr-defined]
+    return get_sliding_window_size_in_chunks(spec, spec.block_size) or 0

@@ -38,7 +38,7 @@ class GpuBlocks:
             return 0
         held = 0
         for key in keys:
-            if self._pool.cached_block_hash_to_block.get_one_block(key) is None:  # type: ignore[arg-type]
+            if self._pool.cached_block_hash_to_block.get_one_block(key) is None:
                 break
             held += 1
         return held

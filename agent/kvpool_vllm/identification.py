@@ -43,8 +43,8 @@ class Identification:
         self._config = config
         self._kv_cache = kv_cache
         self._seed = seed
-        self._ask: weights.Remembered = lambda files: [b""] * len(files)
-        self._teach: weights.Teach = lambda files, digests: None
+        self._ask: weights.Remembered | None = None
+        self._teach: weights.Teach | None = None
         self._adapters: dict[str, bytes | None] = {}
         self._private = b""
 
@@ -103,7 +103,12 @@ class Identification:
             raise KVPoolError(
                 f"load format {load_format!r} does not read the values from files: weights cannot be identified"
             )
-        return weights.digest_files(weights.find_weight_files(model), remembered=self._ask, teach=self._teach)
+        return self._digest_files(weights.find_weight_files(model))
+
+    def _digest_files(self, files: Sequence[Path]) -> bytes:
+        assert self._ask is not None
+        assert self._teach is not None
+        return weights.digest_files(files, remembered=self._ask, teach=self._teach)
 
     def _adapter(self, path: str) -> bytes | None:
         if path not in self._adapters:
@@ -114,6 +119,6 @@ class Identification:
     def _identify_adapter(self, path: str) -> None:
         try:
             files = [*weights.find_weight_files(path), *Path(path).glob("adapter_config.json")]
-            self._adapters[path] = weights.digest_files(files, remembered=self._ask, teach=self._teach)
+            self._adapters[path] = self._digest_files(files)
         except (KVPoolError, OSError) as error:
             logger.warning("kvpool: requests with the adapter at %s are not offloaded: %s", path, error)

@@ -57,7 +57,7 @@ class SchedulerLink:
         """Let the agent remember digests for the next engine on this node."""
         self.client.send(wire.FileDigests(0, list(files), list(digests)))
 
-    # --- agent_client.Peer -------------------------------------------------------------------------------------------
+    # --- agent_client.Peer ----------------------------------------------------------------------------------------
 
     def hello(self) -> wire.Hello:
         """The scheduler's greeting."""

@@ -86,7 +86,7 @@ class KvpoolManager(OffloadingManager):
         self.link = link
         self._groups = {group.group: group for group in groups}
 
-    # --- called by the connector ----------------------------------------------------------------------------------------
+    # --- called by the connector ----------------------------------------------------------------------------------
 
     def track(self, request: Request) -> None:
         """A request entered the queue: ask for its blocks at once."""
@@ -136,9 +136,9 @@ class KvpoolManager(OffloadingManager):
         stats, self._stats = self._stats, metrics.Stats()
         return stats
 
-    # --- OffloadingManager ----------------------------------------------------------------------------------------------
+    # --- OffloadingManager ----------------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
         """Nothing here: the connector calls `track` with the request itself, which has the hashes."""
         return RequestOffloadingContext()
 
@@ -211,7 +211,7 @@ class KvpoolManager(OffloadingManager):
         if self.link is not None:
             self.link.client.close()
 
-    # --- asking ----------------------------------------------------------------------------------------------------------
+    # --- asking ---------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request) -> None:
         now = time.monotonic()

@@ -32,7 +32,8 @@ class KvpoolSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Metrics of the connector, for the API server process."""
+        """Metrics of the connector, for the API server process; the same whatever is configured."""
+        del extra_config
         return metrics.DEFINITIONS
 
     def __init__(self, config: OffloadingConfig) -> None:

@@ -76,7 +76,7 @@ class KvpoolWorker(OffloadingWorker):
         for jobs, run in ((self._stores, self._store), (self._loads, self._load)):
             threading.Thread(target=self._work, args=(jobs, run), name="kvpool-copy", daemon=True).start()
 
-    # --- OffloadingWorker: the engine's thread ------------------------------------------------------------------------
+    # --- OffloadingWorker: the engine's thread --------------------------------------------------------------------
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a copy from the cache into the arena."""
@@ -126,7 +126,7 @@ class KvpoolWorker(OffloadingWorker):
         self._loads.put(None)
         self._link.close()
 
-    # --- the copy threads ---------------------------------------------------------------------------------------------
+    # --- the copy threads -----------------------------------------------------------------------------------------
 
     def _work(self, jobs: queue.SimpleQueue[Job | None], run: Callable[[Job], Outcome]) -> None:
         while (job := jobs.get()) is not None:

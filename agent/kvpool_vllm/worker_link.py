@@ -59,7 +59,7 @@ class WorkerLink:
         """End the connection; mappings stay until the process ends."""
         self.client.close()
 
-    # --- agent_client.Peer -------------------------------------------------------------------------------------------
+    # --- agent_client.Peer ----------------------------------------------------------------------------------------
 
     def hello(self) -> wire.Hello:
         """The worker's greeting."""

@@ -11,14 +11,13 @@ import random
 import signal
 import string
 import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 from tests.demo.table import Measured, Row, render
-from tests.harness.engine import BLOCK_SIZE, ROOT, Answer, Engine, Timed
+from tests.harness.engine import BLOCK_SIZE, ROOT, Answer, Engine, metric_sum
 from tests.harness.processes import ProgramError
 from tests.harness.provision import paths as provisioned
 from tests.harness.stack import Stack, clean
@@ -38,7 +37,7 @@ SETTLE_SECONDS = 30.0
 
 def make_text(seed: int, tokens: int) -> str:
     """A random text of as many tokens: the demo's models have one token per character."""
-    chosen = random.Random(seed)  # noqa: S311
+    chosen = random.Random(seed)
     return "".join(chosen.choice(string.ascii_lowercase + "    ") for _ in range(tokens))
 
 
@@ -95,7 +94,7 @@ class Demo:
             self.rows.append(row)
             self._check(row)
 
-    # --- steps ----------------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------------
 
     def _each(
         self, engine: Engine, references: list[Answer], *, before: Callable[[], None] = lambda: None
@@ -124,23 +123,17 @@ class Demo:
         return [self._measure(None, prompt, reference) for prompt, reference in pairs]
 
     def _unrelated_while_busy(self) -> list[Measured]:
+        a = self._stack.engines[0]
         measured = []
         for i, (text, reference) in enumerate(zip(self._unrelated, self._references.unrelated, strict=True)):
-            busy = self._prompts[i][:SHARED_TOKENS] + make_text(2_000 + i, PROMPT_TOKENS - SHARED_TOKENS)
-            cold: list[Timed] = []
-            a = self._stack.engines[0]
-            thread = threading.Thread(
-                target=lambda prompt=busy: cold.append(
-                    a.complete_timed(prompt, max_tokens=1, url=self._stack.router.url)
-                )
-            )
-            thread.start()
-            a.program.wait_until(self._is_busy, seconds=10.0, what="cold prompt running")
-            measured.append(self._measure(None, text, reference))
-            thread.join()
-            where = self._node_of.get(routed_endpoint(cold[0].route), "?")
+            prompt = self._prompts[i][:SHARED_TOKENS] + make_text(2_000 + i, PROMPT_TOKENS - SHARED_TOKENS)
+            with ThreadPoolExecutor(1) as background:
+                cold = background.submit(a.complete_timed, prompt, max_tokens=1, url=self._stack.router.url)
+                a.program.wait_until(self._is_busy, seconds=10.0, what="cold prompt running")
+                measured.append(self._measure(None, text, reference))
+            where = self._node_of.get(routed_endpoint(cold.result().route), "?")
             if where != "node-a":
-                raise ProgramError(f"the cold prompt with a's prefix went to {where}: {cold[0].route}")
+                raise ProgramError(f"the cold prompt with a's prefix went to {where}: {cold.result().route}")
         return measured
 
     def _is_busy(self) -> bool:
@@ -150,7 +143,7 @@ class Demo:
         endpoints = self._stack.router.get("/v1/endpoints")["endpoints"]
         return float(sum(e.get("in_flight", 0) for e in endpoints))
 
-    # --- measuring ------------------------------------------------------------------------------------------------------
+    # --- measuring ------------------------------------------------------------------------------------------------
 
     def _measure(self, engine: Engine | None, prompt: str, reference: Answer) -> Measured:
         """One prompt at an engine, or through the router (None)."""
@@ -172,7 +165,7 @@ class Demo:
                 raise ProgramError(f"stores did not settle within {SETTLE_SECONDS:g} s")
             time.sleep(0.05)
 
-    # --- expectations ---------------------------------------------------------------------------------------------------
+    # --- expectations ---------------------------------------------------------------------------------------------
 
     def _check(self, row: Row) -> None:
         tier = {"ram": "ram", "restarted": "ram", "valkey": "valkey"}.get(row.step)
@@ -194,8 +187,6 @@ class Demo:
 def loaded_tokens(engine: Engine) -> dict[str, float]:
     """Tokens that an engine has taken from its own cache and, by our connector's metrics, from each tier."""
     text = engine.metrics()
-    from tests.harness.engine import metric_sum
-
     tiers = {tier: metric_sum(text, "kvpool_connector_loaded_tokens_total", tier=tier) for tier in ("ram", "valkey")}
     return {"gpu": metric_sum(text, "vllm:prefix_cache_hits_total"), **tiers}
 
