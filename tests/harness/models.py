@@ -1,7 +1,7 @@
 """Makes the random models that tests and the demo serve; runs in the engine's venv: `python models.py FOLDER [NAME ...]`.
 
-Invariant: equal names give equal weights, bit for bit, for equal versions of torch and transformers (seeded, one thread). The tokenizer has one
-token per character and gives every text back that it made, so an answer put into the next prompt keeps its tokens.
+Invariant: equal names give equal weights, bit for bit, for equal versions of torch and transformers (seeded, one thread). The
+tokenizer has one token per character and gives every text back that it made, so an answer put into a prompt keeps its tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +41,23 @@ def tiny_llama() -> Any:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
+        max_position_embeddings=LONGEST_PROMPT,
+        **_token_ids(),
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_one_layer() -> Any:
+    """One layer: its KV comes before the first sum over tensor-parallel ranks, so it is equal bit for bit at any TP size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=LONGEST_PROMPT,
         **_token_ids(),
     )
@@ -88,6 +105,7 @@ def demo_60m() -> Any:
 MODELS = {
     "tiny-llama": Model(seed=1, build=tiny_llama),
     "tiny-llama-b": Model(seed=2, build=tiny_llama),  # same shapes, other weights: blocks must never be shared
+    "tiny-one-layer": Model(seed=5, build=tiny_one_layer),
     "tiny-hybrid": Model(seed=3, build=tiny_hybrid),
     "demo-60m": Model(seed=4, build=demo_60m),
 }
