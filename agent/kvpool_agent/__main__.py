@@ -1,0 +1,83 @@
+"""Entry point: `python -m kvpool_agent --config FILE`.
+
+Invariant: exit status 0 after SIGTERM or SIGINT, 2 for a wrong configuration, 1 for anything else; the arena stays with
+its holder whatever happens here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from kvpool_agent.admin import AdminServer, AdminState, Token, build_app, build_server, wait_until_started
+from kvpool_agent.config import Config, load_config
+from kvpool_agent.logs import set_up_logging
+from kvpool_agent.metrics import AgentMetrics
+from kvpool_agent.serving import serve
+from kvpool_core.errors import ConfigError, KVPoolError
+
+log = logging.getLogger("kvpool.agent")
+
+
+def main() -> int:
+    """Run the agent; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="kvpool-agent", description="Serves a node's arena to its engines.")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file, checked whole at start")
+    parser.add_argument("--check", action="store_true", help="only check the configuration")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+    except ConfigError as error:
+        print(f"kvpool-agent: {error}", file=sys.stderr)  # noqa: T201  # before logging is set up
+        return 2
+    if arguments.check:
+        return 0
+    set_up_logging(config.log_level, _log_fields(config))
+    try:
+        asyncio.run(_run(config))
+    except (KVPoolError, OSError) as error:
+        log.critical("cannot go on", extra={"data": {"reason": str(error)}})
+        return 1
+    return 0
+
+
+def _log_fields(config: Config) -> dict[str, str]:
+    pool = config.pool
+    return {"component": "agent", "namespace": pool.namespace, "pool": pool.name, "node": config.node}
+
+
+async def _run(config: Config) -> None:
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    metrics = AgentMetrics(registry)
+    state = AdminState(registry)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    admin = build_server(config.admin, build_app(state, Token(Path(config.admin.token_file))))
+    admin_task = loop.create_task(admin.serve(), name="admin")
+    await wait_until_started(admin, admin_task)
+    log.info("admin API", extra={"data": {"host": config.admin.host, "port": admin.port}})
+    try:
+        await serve(config, state, metrics, stop)
+    finally:
+        state.stopping = True
+        log.info("stopping")
+        await _stop_admin(admin, admin_task)
+
+
+async def _stop_admin(admin: AdminServer, task: asyncio.Task[None]) -> None:
+    admin.should_exit = True
+    await asyncio.wait([task], timeout=5)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""What Valkey holds as far as this agent has seen: a hint, since Valkey evicts silently.
+
+Pure. Invariant: at most `limit` hints, the oldest forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+HINTS_MAX = 250_000
+"""About 75 MB at most; 512 GiB of blocks of 2 MiB."""
+
+Place = tuple[bytes, int]
+"""(domain, group)"""
+
+
+class ValkeyHints:
+    """Blocks seen in Valkey."""
+
+    def __init__(self, limit: int = HINTS_MAX) -> None:
+        self._limit = limit
+        self._seen: OrderedDict[tuple[bytes, int, bytes], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def has(self, domain: bytes, group: int, block_hash: bytes) -> bool:
+        """Whether the block was seen and not missed since."""
+        return (domain, group, block_hash) in self._seen
+
+    def add(self, domain: bytes, group: int, block_hash: bytes) -> tuple[bytes, int, bytes] | None:
+        """Remember a block; returns the one forgotten for it, if any."""
+        self._seen[domain, group, block_hash] = None
+        self._seen.move_to_end((domain, group, block_hash))
+        return self._seen.popitem(last=False)[0] if len(self._seen) > self._limit else None
+
+    def remove(self, domain: bytes, group: int, block_hash: bytes) -> bool:
+        """Forget a block; whether it was remembered."""
+        return self._seen.pop((domain, group, block_hash), self) is None
+
+    def clear(self) -> set[Place]:
+        """Forget all; returns where there were any."""
+        places = {(domain, group) for domain, group, _hash in self._seen}
+        self._seen.clear()
+        return places
+
+    def by_place(self) -> Iterator[tuple[Place, list[bytes]]]:
+        """Yield the hashes of each (domain, group)."""
+        places: dict[Place, list[bytes]] = {}
+        for domain, group, block_hash in self._seen:
+            places.setdefault((domain, group), []).append(block_hash)
+        yield from places.items()
