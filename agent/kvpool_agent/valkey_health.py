@@ -29,8 +29,6 @@ from kvpool_agent.valkey_metrics import ValkeyMetrics
 logger = logging.getLogger(__name__)
 
 OPENS_AT_ONCE = frozenset({Failure.TIMEOUT, Failure.UNAUTHENTICATED})
-WRITE_REFUSALS = frozenset({Failure.FULL, Failure.READ_ONLY_REPLICA, Failure.FORBIDDEN, Failure.REFUSED})
-"""Answers to a write of a server that is otherwise well: they stop writes, not reads."""
 UNAUTHENTICATED_FACTOR = 3
 """A refused login is tried again this many times more slowly."""
 

@@ -110,7 +110,9 @@ class Lanes(Generic[T]):
     ) -> None:
         self._queue: FairQueue[T] = FairQueue(per_shard=threads, batch_items=batch_items, batch_bytes=batch_bytes)
         self._run = run
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._work_there = threading.Condition(lock)
+        self._batch_ended = threading.Condition(lock)
         self._is_stopping = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)]
 
@@ -121,37 +123,37 @@ class Lanes(Generic[T]):
 
     def put(self, shard: str, item: T, weight: int, *, limit_bytes: int | None = None) -> bool:
         """Queue an item; False when that would exceed `limit_bytes` queued, or after `stop`."""
-        with self._changed:
+        with self._work_there:
             if self._is_stopping or (limit_bytes is not None and self._queue.bytes + weight > limit_bytes):
                 return False
             self._queue.put(shard, item, weight)
-            self._changed.notify()
+            self._work_there.notify()
             return True
 
     def share_between(self, shards: int) -> None:
         """One shard may use every thread; of several none more than half."""
-        with self._changed:
+        with self._work_there:
             self._queue.limit_per_shard(len(self._threads) if shards <= 1 else max(1, len(self._threads) // 2))
-            self._changed.notify_all()
+            self._work_there.notify_all()
 
-    def depth(self) -> tuple[int, int]:
-        """(items, bytes) queued."""
-        with self._changed:
-            return self._queue.items, self._queue.bytes
+    def depth(self) -> tuple[int, int, int]:
+        """(items queued, bytes queued, batches under way)."""
+        with self._work_there:
+            return self._queue.items, self._queue.bytes, self._queue.running
 
     def wait_until_idle(self, seconds: float) -> bool:
         """Blocks until nothing is queued or under way; False when `seconds` were not enough."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queue.items and not self._queue.running, seconds)
+        with self._batch_ended:
+            return self._batch_ended.wait_for(lambda: not self._queue.items and not self._queue.running, seconds)
 
     def stop(self, seconds: float) -> list[T]:
         """Take nothing more, wait for what is under way at most `seconds`; the items that were not begun."""
         left: list[T] = []
         give_up_at = time.monotonic() + seconds
-        with self._changed:
+        with self._work_there:
             self._is_stopping = True
             left = self._queue.drain()
-            self._changed.notify_all()
+            self._work_there.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, give_up_at - time.monotonic()))
@@ -165,15 +167,16 @@ class Lanes(Generic[T]):
             except Exception:
                 logger.exception("valkey batch failed unexpectedly shard=%s items=%d", shard, len(batch))
             finally:
-                with self._changed:
+                with self._work_there:
                     self._queue.done(shard)
-                    self._changed.notify_all()
+                    self._work_there.notify_all()
+                    self._batch_ended.notify_all()
 
     def _next(self) -> tuple[str, list[T]] | None:
-        with self._changed:
+        with self._work_there:
             while True:
                 if (taken := self._queue.take()) is not None:
                     return taken
                 if self._is_stopping:
                     return None
-                self._changed.wait()
+                self._work_there.wait()

@@ -23,6 +23,7 @@ from kvpool_agent.valkey_topology import Topology
 
 EXCHANGE_ERRORS = (valkey.ValkeyError, ValkeyClusterException, OSError, LookupError)
 """What valkey-py, the network and a stale topology raise."""
+READS = frozenset({"get", "exists", "probe"})
 _MIB = 1024 * 1024
 
 
@@ -76,7 +77,8 @@ class ValkeyLink:
 
 
 def _is_link_problem(op: str, failure: Failure) -> bool:
-    """Whether an error reply means that the shard is of no use. An error to a write may leave reads in order."""
-    if op in ("get", "exists"):
-        return failure in (Failure.CLUSTER_DOWN, Failure.FORBIDDEN)
-    return failure is Failure.CLUSTER_DOWN
+    """Whether an error reply means that the shard is of no use.
+
+    Not one to a write: a cluster without majority (CLUSTERDOWN), a full server and a replica may all still be read.
+    """
+    return op in READS and failure in (Failure.CLUSTER_DOWN, Failure.FORBIDDEN)

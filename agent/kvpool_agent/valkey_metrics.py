@@ -32,7 +32,7 @@ class ValkeyMetrics:
         )
         self._seconds = Histogram(
             "kvpool_valkey_operation_seconds",
-            "Time from sending a batch of requests to its last reply. op: get, set, exists.",
+            "Time from sending a batch of requests to its last reply. op: get, set, exists, expire, unlink, probe.",
             ("op",),
             buckets=LATENCY_BUCKETS_SECONDS,
             registry=registry,

@@ -1,7 +1,8 @@
 """The thread that finds the shards, watches them and brings lost ones back.
 
 Owns connecting, probing and topology refreshes, so that no reader or writer ever waits for them. Invariant: traffic
-goes to a shard that failed only after a probe from here succeeded.
+goes to a shard that failed only after a probe from here succeeded. Logs the tier's state until the shards are found; from
+then on it is the breakers' changes that are logged.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class ValkeySupervisor:
         self._health = link.health
         self._on_cleared = on_cleared
         self._on_shards = on_shards
-        self._state = TierState("connecting")
         self._connect_failure: Failure | None = None
         self._backoff_seconds = CONNECT_BACKOFF_SECONDS[0]
         self._checked_at = self._refreshed_at = 0.0
+        self._is_check_wanted = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="valkey-supervisor", daemon=True)
 
@@ -110,7 +111,7 @@ class ValkeySupervisor:
             except Exception:
                 logger.exception("valkey supervisor step failed unexpectedly")
                 wait_seconds = TICK_SECONDS
-            self._show_state()
+            self._link.metrics.connected(self.state().state in ("connected", "degraded"))
 
     def _step(self, *, is_called: bool) -> float:
         """One round; seconds until the next unless called."""
@@ -118,14 +119,17 @@ class ValkeySupervisor:
             return self._connect()
         for shard, key in self._health.begin_due_probes():
             self._probe(shard, key)
-        now = time.monotonic()
-        if is_called or now - self._checked_at >= CHECK_SECONDS:
+        self._is_check_wanted = self._is_check_wanted or is_called
+        if self._is_due(self._checked_at, TICK_SECONDS if self._is_check_wanted else CHECK_SECONDS):
             self._check_processes()
-            self._checked_at = time.monotonic()
-        is_refresh_due = now - self._refreshed_at >= (MIN_REFRESH_SECONDS if is_called else REFRESH_SECONDS)
-        if is_refresh_due or any(failure is not None for failure in self._health.failures()):
+        is_stale = self._link.topology.is_stale or any(failure is not None for failure in self._health.failures())
+        if self._is_due(self._refreshed_at, MIN_REFRESH_SECONDS if is_stale else REFRESH_SECONDS):
             self._refresh()
         return TICK_SECONDS
+
+    @staticmethod
+    def _is_due(last_at: float, interval_seconds: float) -> bool:
+        return time.monotonic() - last_at >= interval_seconds
 
     # ------------------------------------------------------------------------------------------------- connecting
 
@@ -140,14 +144,15 @@ class ValkeySupervisor:
         self._health.keep_only(topology.shards())
         self._on_shards(len(topology.shards()))
         self._link.topology = topology
+        logger.info("valkey state=connected topology=%s shards=%d", topology.kind, len(topology.shards()))
         return 0.0
 
     def _note_connect_failure(self, error: BaseException) -> float:
         failure = _root_failure(error)
         self._link.metrics.failure(failure.value)
         if failure is not self._connect_failure:
-            logger.warning("valkey cannot be reached reason=%s detail=%r", failure.value, str(error))
-        self._connect_failure = failure
+            self._connect_failure = failure
+            logger.warning("valkey state=%s reason=%s detail=%r", self.state().state, failure.value, str(error))
         if failure is Failure.UNAUTHENTICATED:
             return UNAUTHENTICATED_BACKOFF_SECONDS * random.uniform(1.0, 1.5)
         wait_seconds = self._backoff_seconds * random.uniform(1.0, 1.5)
@@ -169,19 +174,24 @@ class ValkeySupervisor:
     def _check_processes(self) -> None:
         if self._link.topology is None:
             return
+        self._checked_at, self._is_check_wanted = time.monotonic(), False
         for shard in self._link.topology.shards():
             if self._health.is_usable(shard):
                 self._ask_process(shard, [(b"INFO", b"server")])
 
     def _ask_process(self, shard: str, requests: list[Request]) -> None:
-        for index, reply in self._link.ask(shard, requests, op="exists"):
-            if index == 0 and isinstance(reply, bytes) and self._health.is_new_process(shard, _run_id(reply)):
+        for index, reply in self._link.ask(shard, requests, op="probe"):
+            if (
+                index == 0
+                and isinstance(reply, bytes | bytearray)
+                and self._health.is_new_process(shard, _run_id(reply))
+            ):
                 logger.info("valkey shard=%s restarted: what was known of its contents is dropped", shard)
                 self._on_cleared()
 
     def _refresh(self) -> None:
         topology = self._link.topology
-        if topology is None or time.monotonic() - self._refreshed_at < MIN_REFRESH_SECONDS:
+        if topology is None:
             return
         self._refreshed_at = time.monotonic()
         try:
@@ -193,14 +203,6 @@ class ValkeySupervisor:
         if self._health.keep_only(topology.shards()):
             self._on_cleared()
 
-    def _show_state(self) -> None:
-        before, self._state = self._state, self.state()
-        self._link.metrics.connected(self._state.state in ("connected", "degraded"))
-        if before.state != self._state.state:
-            kind = self._link.topology.kind if self._link.topology is not None else "unknown"
-            level = logging.INFO if self._state.state == "connected" else logging.WARNING
-            logger.log(level, "valkey state=%s topology=%s detail=%r", self._state.state, kind, self._state.detail)
-
 
 def _root_failure(error: BaseException) -> Failure:
     """valkey-py wraps the last node's error when no node of a cluster answers."""
@@ -209,7 +211,7 @@ def _root_failure(error: BaseException) -> Failure:
     return failure_of(error)
 
 
-def _run_id(info: bytes) -> str:
+def _run_id(info: bytes | bytearray) -> str:
     for line in info.decode(errors="replace").splitlines():
         if line.startswith("run_id:"):
             return line.removeprefix("run_id:").strip()

@@ -217,17 +217,19 @@ class ValkeyTier:
     # ------------------------------------------------------------------------------------------------------ state
 
     def stats(self) -> dict[str, object]:
-        """state, detail, topology, breakers {shard: text}, write queue, drops and bad values by reason."""
+        """state, detail, topology; breakers {shard: text}; queued_items and queued_bytes to be written, writing: batches
+        of them under way; writes_dropped and bad_values by reason."""
         state = self._supervisor.state()
-        queued_items, queued_bytes = self._writes.depth()
+        queued_items, queued_bytes, writing = self._writes.depth()
         bad_values, dropped = self._metrics.tallies()
         return {
             "state": state.state,
             "detail": state.detail,
             "topology": self._link.topology.kind if self._link.topology is not None else "unknown",
             "breakers": self._health.breakers(),
-            "write_queue_items": queued_items,
-            "write_queue_bytes": queued_bytes,
+            "queued_items": queued_items,
+            "queued_bytes": queued_bytes,
+            "writing": writing,
             "writes_dropped": dropped,
             "bad_values": bad_values,
         }

@@ -22,7 +22,9 @@ from kvpool_agent.valkey_settings import ValkeySettings, parse_endpoint
 
 
 class Topology(Protocol):
-    """Shards are named host:port, as the nodes name themselves."""
+    """Shards are named host:port, as the nodes name themselves. `is_stale`: a node said so; until the next refresh."""
+
+    is_stale: bool
 
     @property
     def kind(self) -> str:
@@ -64,6 +66,7 @@ class StandaloneTopology:
 
     def __init__(self, settings: ValkeySettings) -> None:
         self._settings = settings
+        self.is_stale = False
         self._shard, _ = _first_answer(settings)
         self._pool = open_pool(settings, *parse_endpoint(self._shard))
 
@@ -104,6 +107,7 @@ class ClusterTopology:
 
     def __init__(self, settings: ValkeySettings) -> None:
         self._settings = settings
+        self.is_stale = False
         self._lock = threading.Lock()
         self._nodes = NodesManager(
             startup_nodes=self._configured(),
@@ -139,6 +143,7 @@ class ClusterTopology:
             if self._nodes.get_node(node_name=shard) is None:
                 self._nodes.nodes_cache[shard] = ClusterNode(error.host, error.port, PRIMARY)
             if isinstance(error, MovedError):
+                self.is_stale = True
                 self._nodes.update_moved_exception(error)
                 self._nodes.slots_cache.setdefault(error.slot_id, [])
                 self._nodes.get_node_from_slot(error.slot_id)
@@ -152,6 +157,7 @@ class ClusterTopology:
             usable = [node for node in known if is_usable(node.name)]
             rest = [node for node in known if not is_usable(node.name)]
             self._nodes.startup_nodes = {node.name: node for node in (*usable, *configured, *rest)}
+            self.is_stale = False
             self._nodes.initialize()
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ Owns the processes it started and their folder. Invariant: every process that it
 in `pids.json` before anything else happens, so that a killed run can be cleaned and no foreign process is ever hit.
 """
 
+# valkey-py is typed in parts only:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import contextlib
@@ -77,7 +79,8 @@ def clean_killed_run(folder: Path) -> None:
 class ValkeyServers:
     """Servers of one folder: `ports` gives one shard each; cluster=False allows one port only.
 
-    password: required of clients and used between nodes. maxmemory as Valkey takes it ("64mb").
+    password: required of clients and used between nodes. maxmemory as Valkey takes it ("64mb"). node_timeout_ms: silence
+    after which the nodes take one of them for lost.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class ValkeyServers:
         password: str | None = None,
         maxmemory: str = "256mb",
         maxmemory_policy: str = "allkeys-lru",
+        node_timeout_ms: int = 3000,
     ) -> None:
         self.folder = folder.resolve()
         self.ports = list(ports) if ports is not None else free_ports(shards)
@@ -99,6 +103,7 @@ class ValkeyServers:
         self._binary = binary or default_binary()
         self._maxmemory = maxmemory
         self._policy = maxmemory_policy
+        self._node_timeout_ms = node_timeout_ms
         self._bus_ports = [port for port in free_ports(2 * len(self.ports)) if port not in self.ports]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         if not cluster and len(self.ports) != 1:
@@ -209,7 +214,7 @@ class ValkeyServers:
             settings |= {
                 "cluster-enabled": "yes",
                 "cluster-port": str(self._bus_ports[shard]),
-                "cluster-node-timeout": "3000",
+                "cluster-node-timeout": str(self._node_timeout_ms),
                 "cluster-require-full-coverage": "no",
                 "cluster-allow-reads-when-down": "yes",
             }
@@ -261,8 +266,5 @@ class ValkeyServers:
 
     def _is_agreed(self, client: valkey.Valkey) -> bool:
         info = client.execute_command("CLUSTER INFO")
-        return (
-            info["cluster_state"] == "ok"
-            and info["cluster_known_nodes"] == str(len(self.ports))
-            and info["cluster_slots_assigned"] == str(SLOTS)
-        )
+        wanted = ("ok", str(len(self.ports)), str(SLOTS))
+        return (info["cluster_state"], info["cluster_known_nodes"], info["cluster_slots_assigned"]) == wanted
