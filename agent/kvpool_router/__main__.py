@@ -36,6 +36,14 @@ _BACKLOG = 2048
 class _Server(uvicorn.Server):
     """A server whose signals belong to the process, not to it: there are two in one loop."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -101,7 +109,6 @@ async def serve(config: RouterConfig, source: StaticEndpoints, public: socket.so
         _Server(_settings(build_admin(router), grace)),
     ]
     _stop_on_signal(router, servers)
-    log.info("listening", extra=fields(public=_name(public), admin=_name(admin)))
     try:
         await _serve_all(servers, [public, admin])
     finally:
@@ -113,7 +120,10 @@ async def _serve_all(servers: list[_Server], sockets: list[socket.socket]) -> No
     """The admin API ends once the proxy has ended, so that a drain can be watched."""
     proxy, admin = servers
     admin_task = asyncio.create_task(admin.serve(sockets=[sockets[1]]), name="admin-server")
-    await proxy.serve(sockets=[sockets[0]])
+    proxy_task = asyncio.create_task(proxy.serve(sockets=[sockets[0]]), name="proxy-server")
+    await asyncio.gather(proxy.listens.wait(), admin.listens.wait())
+    log.info("listening", extra=fields(public=_name(sockets[0]), admin=_name(sockets[1])))
+    await proxy_task
     admin.should_exit = True
     await admin_task
 

@@ -18,6 +18,7 @@ import msgspec
 from kvpool_router.config import Tokenization
 from kvpool_router.endpoints import EndpointState
 from kvpool_router.request_body import RenderedPrompt
+from kvpool_router.upstream import sendable
 
 
 class _Answer(msgspec.Struct):
@@ -100,7 +101,7 @@ class TokenSource:
         return None
 
     async def _ask(self, url: str, payload: bytes, headers: dict[str, str]) -> array[int] | None:
-        async with self._session.post(url, data=payload, headers=headers) as response:
+        async with self._session.post(url, data=sendable(payload), headers=headers) as response:
             if response.status != 200:
                 return None
             return array("I", _decoder.decode(await response.read()).tokens)

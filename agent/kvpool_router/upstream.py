@@ -5,6 +5,7 @@ Invariant: until `open_upstream` returns, nothing has reached the client, so tha
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +30,9 @@ _HOP_BY_HOP = frozenset(
     }
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+
+_SENT_AT_ONCE_BYTES = 1 << 20
+"""aiohttp warns beyond: one write of a longer body holds up the loop."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -86,7 +90,8 @@ async def open_upstream(
 ) -> UpstreamAnswer:
     """Send the request and wait for the first piece of the answer's body; UpstreamError when there is none."""
     try:
-        response = await session.request(method, url, headers=headers, data=body or None, allow_redirects=False)
+        data = sendable(body)
+        response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise _translated(error) from error
     try:
@@ -97,6 +102,11 @@ async def open_upstream(
             raise _translated(error) from error
         raise
     return UpstreamAnswer(response, first)
+
+
+def sendable(body: bytes) -> bytes | io.BytesIO | None:
+    """A body as aiohttp wants it: in pieces when it is long, so that other requests get a turn meanwhile."""
+    return io.BytesIO(body) if len(body) > _SENT_AT_ONCE_BYTES else body or None
 
 
 def _translated(error: Exception) -> UpstreamError:

@@ -70,7 +70,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_retired_bit_is_reused_only_after_a_whole_sweep() -> None:

@@ -48,7 +48,9 @@ def test_unrelated_prompt_avoids_the_endpoint_with_a_cold_prompt_in_flight() -> 
 def test_busy_holder_keeps_a_follow_up_while_waiting_is_shorter_than_computing() -> None:
     blocks = TierBlockCount(gpu=90)
     assert pick(Candidate("a", queued_tokens=500, blocks=blocks, block_tokens=SIZE), Candidate("b")).score.target == "a"
-    assert pick(Candidate("a", queued_tokens=6_000, blocks=blocks, block_tokens=SIZE), Candidate("b")).score.target == "b"
+    assert (
+        pick(Candidate("a", queued_tokens=6_000, blocks=blocks, block_tokens=SIZE), Candidate("b")).score.target == "b"
+    )
 
 
 def test_nearer_tiers_win() -> None:

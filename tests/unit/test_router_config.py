@@ -1,0 +1,87 @@
+"""The router's configuration file is checked whole, and errors name key and remedy."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool_core.errors import ConfigError
+from kvpool_router.config import endpoint_address, load_config, parse_config, read_token
+
+WHOLE = """
+pool: {namespace: inference, name: chat}
+listen: {host: 127.0.0.1, port: 8080}
+admin: {host: 127.0.0.1, port: 8081, token_file: /t}
+endpoints:
+- {url: "http://127.0.0.1:8001", agent: a}
+- {url: "http://[::1]:8002/"}
+agents:
+- {name: a, url: "http://127.0.0.1:9001", token_file: /t}
+"""
+MINIMAL = "admin: {token_file: /t}\nendpoints: []\n"
+
+
+def test_whole_file_is_understood() -> None:
+    config = parse_config(WHOLE)
+    assert [endpoint_address(endpoint) for endpoint in config.endpoints] == ["127.0.0.1:8001", "[::1]:8002"]
+    assert config.agents[0].name == config.endpoints[0].agent == "a"
+
+
+def test_defaults_make_a_working_router() -> None:
+    config = parse_config(MINIMAL)
+    assert config.listen.port == 8080
+    assert config.tokenization.base_seconds == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "`admin` and `endpoints`"),
+        ("- 1", "mapping"),
+        ("a: [", "not YAML"),
+        ("endpoints: []", "`admin`"),
+        (MINIMAL + "shards: 3", "unknown key `shards`"),
+        (MINIMAL + "scoring: {ram_seconds: 1}", "unknown key `scoring.ram_seconds`"),
+        (MINIMAL + "scoring: {ram_seconds: 1}", "ram_seconds_per_token"),
+        (MINIMAL + "timeouts: {probe_seconds: 0}", "timeouts.probe_seconds is 0"),
+        (MINIMAL + "timeouts: {probe_seconds: soon}", "timeouts.probe_seconds"),
+        (MINIMAL + "tenancy: {missing: Maybe}", "tenancy.missing"),
+        (MINIMAL + "listen: {port: 70000}", "listen.port is 70000"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'http://a:1', agent: b}]", "no agent is named `b`"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "more than once"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'a:1'}]", "write http://host:port"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'http://a:1/v1'}]", "write http://host:port"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'http://a:99999'}]", "write http://host:port"),
+        ("admin: {token_file: /t}\nendpoints: [{url: 'http://a:1', agnet: b}]", "unknown key `endpoints[0].agnet`"),
+        (MINIMAL + "agents: [{name: a, url: 'http://a:1'}]", "token_file"),
+    ],
+)
+def test_wrong_file_is_an_error_that_names_key_and_remedy(text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(text)
+    assert named in str(error.value)
+
+
+def test_unreadable_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_empty_token_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        read_token(str(tmp_path / "token"), "admin.token_file")
+
+
+@settings(max_examples=50)
+@given(st.text(max_size=200))
+def test_any_text_is_a_configuration_or_a_config_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_config(text)
