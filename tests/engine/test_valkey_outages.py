@@ -124,8 +124,10 @@ def test_hanging_shard_is_left_alone_and_comes_back(
         tier.store(key, 64 * KIB)
     cluster.pause(1)
     try:
+        ticks = tier.ticks
         got = tier.fetch_all([(key, 64 * KIB) for key in keys * 20])
-        assert all(result.seconds < 2 * BASE_TIMEOUT_SECONDS + 1 for result in got)
+        assert tier.ticks > ticks + 10
+        assert all(result.seconds < 2 * BASE_TIMEOUT_SECONDS + 3 for result in got)
         assert {got[i].outcome for i in range(len(got)) if i % 3 == 1} == {FetchOutcome.FAILED}
         assert {got[i].outcome for i in range(len(got)) if i % 3 != 1} == {FetchOutcome.OK}
         assert [tier.tier.available(key) for key in keys] == [True, False, True]
@@ -137,7 +139,7 @@ def test_hanging_shard_is_left_alone_and_comes_back(
         assert tier.fetch(keys[1], 64 * KIB).outcome is FetchOutcome.FAILED
         assert tier.write(keys[1], b"x") is None
         tier.store(key_on(cluster, 0), 64 * KIB)
-        assert time.monotonic() - started < BASE_TIMEOUT_SECONDS
+        assert time.monotonic() - started < 2.5 * BASE_TIMEOUT_SECONDS
     finally:
         cluster.resume(1)
     tier.until("connected", RECOVERY_SECONDS)
@@ -145,17 +147,19 @@ def test_hanging_shard_is_left_alone_and_comes_back(
     assert tier.metric("kvpool_valkey_breaker_open", shard=shard) == 0
     assert ("cleared", None) not in tier.hints
     assert (open_lines(caplog, "open"), open_lines(caplog, "closed")) == (1, 1)
-    assert tier.lag_seconds < BASE_TIMEOUT_SECONDS
 
 
 def test_existence_is_unknown_after_the_callers_timeout(folder: Path) -> None:
-    with ValkeyServers(folder=folder / "slow2") as servers, RunningTier(servers.endpoints) as tier:
+    with (
+        ValkeyServers(folder=folder / "slow2") as servers,
+        RunningTier(servers.endpoints, base_timeout_seconds=10.0) as tier,
+    ):
         tier.until("connected").store(key := new_key(), 100)
         servers.pause(0)
         try:
             started = time.monotonic()
             assert tier.exists(key, seconds=0.05) == [False]
-            assert time.monotonic() - started < 0.9 * BASE_TIMEOUT_SECONDS
+            assert time.monotonic() - started < 5.0
         finally:
             servers.resume(0)
         assert ("removed", key) not in tier.hints
@@ -236,7 +240,7 @@ def test_stop_ends_soon_although_a_shard_hangs(folder: Path) -> None:
             assert any(writes)
             started = time.monotonic()
             tier.stop(0.2)
-            assert time.monotonic() - started < 4 * BASE_TIMEOUT_SECONDS
+            assert time.monotonic() - started < 8 * BASE_TIMEOUT_SECONDS
         servers.resume(0)
 
 

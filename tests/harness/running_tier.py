@@ -65,7 +65,7 @@ class Fetched:
 
 
 class RunningTier:
-    """A tier on a loop of its own thread, driven from the test; `lag_seconds`: longest time the loop was blocked."""
+    """A tier on a loop of its own thread, driven from the test; `ticks`: the loop counts on every 10 ms."""
 
     def __init__(self, endpoints: Sequence[str], **settings: Any) -> None:
         defaults: dict[str, Any] = {"base_timeout_seconds": BASE_TIMEOUT_SECONDS, "breaker_open_seconds": 0.5}
@@ -73,7 +73,7 @@ class RunningTier:
         self.settings.validate()
         self.hints: list[tuple[str, BlockKey | None]] = []
         self.registry = CollectorRegistry()
-        self.lag_seconds = 0.0
+        self.ticks = 0
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self.tier = ValkeyTier(
@@ -153,9 +153,8 @@ class RunningTier:
 
     async def _tick(self) -> None:
         while self._is_ticking:
-            before = time.monotonic()
             await asyncio.sleep(0.01)
-            self.lag_seconds = max(self.lag_seconds, time.monotonic() - before - 0.01)
+            self.ticks += 1
 
 
 def reader(servers: ValkeyServers, shard: int = 0) -> redis.Redis:
