@@ -217,8 +217,11 @@ class ValkeyTier:
     # ------------------------------------------------------------------------------------------------------ state
 
     def stats(self) -> dict[str, object]:
-        """state, detail, topology; breakers {shard: text}; queued_items and queued_bytes to be written, writing: batches
-        of them under way; writes_dropped and bad_values by reason."""
+        """What people and the operator ask for; the names are part of `/v1/stats`.
+
+        write_queue_items: blocks waiting plus batches under way, so 0 = all is written. write_queue_bytes: waiting.
+        writing: batches under way. breakers: {shard: closed or why not}. writes_dropped, bad_values: by reason.
+        """
         state = self._supervisor.state()
         queued_items, queued_bytes, writing = self._writes.depth()
         bad_values, dropped = self._metrics.tallies()
@@ -227,8 +230,8 @@ class ValkeyTier:
             "detail": state.detail,
             "topology": self._link.topology.kind if self._link.topology is not None else "unknown",
             "breakers": self._health.breakers(),
-            "queued_items": queued_items,
-            "queued_bytes": queued_bytes,
+            "write_queue_items": queued_items + writing,
+            "write_queue_bytes": queued_bytes,
             "writing": writing,
             "writes_dropped": dropped,
             "bad_values": bad_values,

@@ -280,6 +280,13 @@ def test_read_only_tier_neither_writes_nor_deletes(tier: RunningTier, standalone
     assert reader(standalone).get(name) == b"foreign"
 
 
+def test_stats_show_an_empty_queue_once_all_is_written(tier: RunningTier) -> None:
+    stored = [tier.write(key, payload_of(key, 64 * KIB)) for key in (new_key() for _ in range(20))]
+    eventually(lambda: tier.tier.stats()["write_queue_items"] == 0)
+    assert all(event is not None and event.is_set() for event in stored)
+    assert tier.tier.stats()["write_queue_bytes"] == 0
+
+
 def test_stop_writes_what_is_queued(standalone: ValkeyServers) -> None:
     keys = [new_key() for _ in range(50)]
     with RunningTier(standalone.endpoints) as tier:
