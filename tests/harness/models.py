@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 512
+SERVING_DTYPE = "float32"
+"""What engines in tests are started with: without AVX-512, vLLM's bfloat16 falls back to a matmul that is tens of times slower."""
 LONGEST_PROMPT = 8192
+WEIGHT_SPREAD = 0.06
+"""Standard deviation of the weights. With the usual 0.02 an untrained model repeats one token, and hides a wrong block."""
 UNKNOWN, END, BEGIN = "<unk>", "<eos>", "<bos>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -24,52 +27,51 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model to make: `build` gives an untrained transformers model."""
+    """One model to make: `build` gives an untrained transformers model of that vocabulary."""
 
     seed: int
-    build: Callable[[], Any]
+    vocabulary: int
+    build: Callable[[int], Any]
 
 
-def tiny_llama() -> Any:
-    """4 layers, 2 KiB of KV per token: the model of most tests."""
+def tiny_llama(vocabulary: int) -> Any:
+    """4 layers, 4 KiB of KV per token: the model of most tests."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=LONGEST_PROMPT,
-        **_token_ids(),
+        **_settings(),
     )
     return LlamaForCausalLM(config)
 
 
-def tiny_one_layer() -> Any:
+def tiny_one_layer(vocabulary: int) -> Any:
     """One layer: its KV comes before the first sum over tensor-parallel ranks, so it is equal bit for bit at any TP size."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=1,
         num_attention_heads=8,
         num_key_value_heads=8,
-        max_position_embeddings=LONGEST_PROMPT,
-        **_token_ids(),
+        **_settings(),
     )
     return LlamaForCausalLM(config)
 
 
-def tiny_hybrid() -> Any:
+def tiny_hybrid(vocabulary: int) -> Any:
     """Gemma 3 with 4 sliding-window layers (64 tokens) and 2 full ones: several KV-cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=6,
@@ -78,36 +80,35 @@ def tiny_hybrid() -> Any:
         head_dim=64,
         sliding_window=64,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=LONGEST_PROMPT,
-        **_token_ids(),
+        **_settings(),
     )
     return Gemma3ForCausalLM(config)
 
 
-def demo_60m() -> Any:
-    """About 60 million parameters: 3,000 cold tokens take seconds on one core, so that a load shows."""
+def demo_60m(vocabulary: int) -> Any:
+    """59 million parameters, 34 of them in the vocabulary: 3,000 cold tokens take seconds on one core, so that a load shows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        max_position_embeddings=LONGEST_PROMPT,
-        **_token_ids(),
+        **_settings(),
     )
     return LlamaForCausalLM(config)
 
 
 MODELS = {
-    "tiny-llama": Model(seed=1, build=tiny_llama),
-    "tiny-llama-b": Model(seed=2, build=tiny_llama),  # same shapes, other weights: blocks must never be shared
-    "tiny-one-layer": Model(seed=5, build=tiny_one_layer),
-    "tiny-hybrid": Model(seed=3, build=tiny_hybrid),
-    "demo-60m": Model(seed=4, build=demo_60m),
+    "tiny-llama": Model(seed=1, vocabulary=512, build=tiny_llama),
+    # The same shapes with other weights: blocks must never be shared.
+    "tiny-llama-b": Model(seed=2, vocabulary=512, build=tiny_llama),
+    "tiny-one-layer": Model(seed=5, vocabulary=512, build=tiny_one_layer),
+    "tiny-hybrid": Model(seed=3, vocabulary=512, build=tiny_hybrid),
+    "demo-60m": Model(seed=4, vocabulary=32768, build=demo_60m),
 }
 
 
@@ -116,20 +117,20 @@ def make(name: str, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(MODELS[name].seed)
-    model = MODELS[name].build().to(torch.bfloat16)
-    model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    model = MODELS[name]
+    torch.manual_seed(model.seed)
+    model.build(model.vocabulary).to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(folder, model.vocabulary)
     for path in folder.iterdir():  # safetensors come out 0600, and an engine of another user could not read them
         path.chmod(0o644)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, vocabulary: int) -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {_character(token): token for token in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
+    tokens = {_character(token): token for token in range(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -145,15 +146,17 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _character(token: int) -> str:
-    """ASCII for itself, letters of Latin Extended for the rest: one character a token, each another."""
+    """ASCII for itself, what follows Latin-1 for the rest: one character a token, each another."""
     special = {0: UNKNOWN, 1: END, 2: BEGIN}
     if token in special:
         return special[token]
     return chr(token) if token in (9, 10) or 32 <= token < 127 else chr(0x100 + token)
 
 
-def _token_ids() -> dict[str, int]:
-    return {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 1}
+def _settings() -> dict[str, Any]:
+    """What every model's configuration has."""
+    tokens = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 1}
+    return {"max_position_embeddings": LONGEST_PROMPT, "initializer_range": WEIGHT_SPREAD, **tokens}
 
 
 def main(arguments: list[str]) -> None:
