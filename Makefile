@@ -63,10 +63,11 @@ format: venv ## Let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: generate
-generate: venv ## Write every generated file anew (docs/configuration.md)
+generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md
 	$(BIN)/python tools/generate_configuration_docs.py
+	$(BIN)/python tools/generate_metrics_docs.py
 
-GENERATED := docs/configuration.md
+GENERATED := docs/configuration.md docs/metrics.md
 
 .PHONY: verify
 verify: generate ## Fail when a generated file differs from what is committed

@@ -1,0 +1,116 @@
+"""Guards on the repository itself: what a tool cannot check and a mistake would break silently."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("requirements-dev.txt", "requirements-engine.txt")
+TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".json", ""}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home/\w+|Users/\w+|work/(?:main|shared)|tmp/\w+)\b")
+
+
+def tracked_files() -> list[Path]:
+    """Every file that is committed, or would be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    files = [ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    return [path for path in files if path.is_file()]
+
+
+def targets() -> dict[str, str]:
+    """Make target to its help text (empty without one)."""
+    rules = re.findall(r"^([a-z][a-z-]*):(?!=)[^\n#]*(?:##\s*(.*))?$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return dict(rules)
+
+
+@pytest.mark.parametrize("folder", ["operator", "agent"])
+def test_plain_folders_are_no_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists(), "it would shadow the standard library's `operator`"
+
+
+def test_import_operator_gives_the_standard_library() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import operator; print(operator.__file__)"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert Path(found.stdout.strip()).parent == Path(os.__file__).parent
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    texts = [path for path in tracked_files() if path.suffix in TEXT and path != Path(__file__)]
+
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+
+    assert found == []
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_files_pin_with_hashes_and_name_no_host(lock: str) -> None:
+    text = (ROOT / lock).read_text()
+
+    pinned = re.findall(r"^[a-z0-9][a-z0-9.-]*==\S+.*(?:\n    --hash=sha256:[0-9a-f]{64}.*)+$", text, re.MULTILINE)
+
+    assert len(pinned) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE)) > 30
+    assert re.findall(r"://|--(?:extra-)?index-url|--find-links|--trusted-host", text) == []
+
+
+def test_every_target_of_the_issue_exists_and_every_target_has_help() -> None:
+    expected = [
+        "demo-local",
+        "demo",
+        "demo-down",
+        "test",
+        "test-unit",
+        "test-engine",
+        "test-gpu",
+        "lint",
+        "generate",
+        "verify",
+        "bench",
+        "help",
+    ]
+
+    assert set(expected) <= targets().keys()
+    assert [name for name, help_text in targets().items() if not help_text] == []
+
+
+def test_every_dependency_is_bounded_on_both_sides() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [need for extra in project["optional-dependencies"].values() for need in extra]
+    needs = [need for need in [*project["dependencies"], *optional] if not need.startswith("kvpool[")]
+
+    assert [need for need in needs if not (">=" in need and "<" in need)] == []
+
+
+def test_every_package_has_its_folder() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+
+    assert [package for package in wheel["packages"] if not (ROOT / package / "__init__.py").is_file()] == []
+
+
+def test_unit_tests_cannot_leave_this_machine() -> None:
+    with socket.socket() as sock, pytest.raises(RuntimeError, match="loopback"):
+        sock.connect(("192.0.2.1", 9))
