@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_router.reasons import ALL_REASONS
+
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ("requirements-dev.txt", "requirements-engine.txt")
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".json", ""}
@@ -114,3 +116,27 @@ def test_every_package_has_its_folder() -> None:
 def test_unit_tests_cannot_leave_this_machine() -> None:
     with socket.socket() as sock, pytest.raises(RuntimeError, match="loopback"):
         sock.connect(("192.0.2.1", 9))
+
+
+def test_every_route_reason_and_refusal_code_has_a_troubleshooting_entry() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "agent" / "kvpool_agent").glob("*.py")]
+    codes = {
+        code for source in sources for code in re.findall(r'"((?:[A-Z][a-z]+){2,})", (?:str\(|f"|problem)', source)
+    }
+
+    assert {"UnsupportedProtocol", "EngineMismatch", "ArenaUnavailable"} <= codes
+    assert [entry for entry in [*ALL_REASONS, *sorted(codes)] if f"| `{entry}` |" not in page] == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [path for path in tracked_files() if path.suffix == ".md"]
+
+    broken = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+
+    assert broken == []
