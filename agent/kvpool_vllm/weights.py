@@ -82,7 +82,7 @@ def file_key(file: Path) -> wire.FileKey:
     """What tells a file from its former self without reading it whole: status and samples of its start, middle and end."""
     with file.open("rb") as stream:
         status = os.fstat(stream.fileno())
-        state = hashlib.blake2b(digest_size=16)
+        state = hashlib.blake2b(status.st_ctime_ns.to_bytes(8, "big"), digest_size=16)  # ctime: mtime can be set back
         for position in (0, status.st_size // 2, max(0, status.st_size - _SAMPLE_BYTES)):
             stream.seek(position)
             state.update(stream.read(_SAMPLE_BYTES))

@@ -202,7 +202,7 @@ def is_settled(stats: dict[str, object]) -> bool:
     arena, tier = stats["arena"], stats.get("valkey") or {}
     assert isinstance(arena, dict)
     assert isinstance(tier, dict)
-    return not arena["slots"].get("writing", 0) and not tier.get("queued_bytes", 0) and not tier.get("writing", 0)
+    return not arena["slots"].get("writing", 0) and not tier.get("write_queue_items", 0)
 
 
 def say(text: str) -> None:
@@ -234,8 +234,9 @@ def run() -> int:
         references = References(reference)
         references.ask(prompts, unrelated)
         reference.program.kill()
+        stack.wait_ready()
         for engine in stack.engines:
-            engine.wait_ready().wait_identified()
+            engine.complete(make_text(900, PROMPT_TOKENS), max_tokens=1)  # an engine's first long prompt is slower
             engine.reset_own_cache()
         demo = Demo(stack, references, prompts, unrelated)
         demo.run()

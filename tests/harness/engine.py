@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness import http
+from tests.harness import web
 from tests.harness.processes import Program
 from tests.harness.provision import Paths
 
@@ -78,7 +78,7 @@ class Engine:
         command = [
             str(paths.engine_python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", served_name, "--host", "127.0.0.1", "--port", str(port),
-            "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096",
+            "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096",
             "--gpu-memory-utilization", "0.3", "--max-num-seqs", "8", "--seed", "0",
             "--prefix-caching-hash-algo", "sha256_cbor", "--tensor-parallel-size", str(tensor_parallel),
             "--no-enable-log-requests", *arguments,
@@ -113,7 +113,7 @@ class Engine:
 
     def wait_ready(self) -> Engine:
         """Wait until it serves."""
-        self.program.wait_until(lambda: http.is_ok(f"{self.url}/health"), seconds=START_SECONDS, what="health")
+        self.program.wait_until(lambda: web.is_ok(f"{self.url}/health"), seconds=START_SECONDS, what="health")
         return self
 
     def wait_identified(self, seconds: float = 60.0) -> Engine:
@@ -139,7 +139,7 @@ class Engine:
 
     def complete(self, prompt: str | list[int], *, max_tokens: int = 64, url: str = "", **more: object) -> Answer:
         """The answer of this engine, or through the router at `url`."""
-        reply = http.request(
+        reply = web.request(
             "POST", f"{url or self.url}/v1/completions", self.body(prompt, max_tokens=max_tokens, **more)
         )
         assert reply.status == 200, f"{self.name} answered {reply.status}: {reply.body[:500]!r}"
@@ -148,7 +148,7 @@ class Engine:
     def complete_timed(self, prompt: str | list[int], *, max_tokens: int = 64, url: str = "", **more: object) -> Timed:
         """The same, streamed and timed."""
         body = self.body(prompt, max_tokens=max_tokens, stream=True, stream_options={"include_usage": True}, **more)
-        reply = http.stream(f"{url or self.url}/v1/completions", body)
+        reply = web.stream(f"{url or self.url}/v1/completions", body)
         assert reply.status == 200, f"{self.name} answered {reply.status}: {reply.events}"
         pieces = [event["choices"][0]["logprobs"] for event in reply.events if event.get("choices")]
         answer = Answer(
@@ -163,12 +163,12 @@ class Engine:
         self.program.wait_until(self._try_reset, seconds=30.0, what="reset of the prefix cache")
 
     def _try_reset(self) -> bool:
-        reply = http.request("POST", f"{self.url}/reset_prefix_cache")
+        reply = web.request("POST", f"{self.url}/reset_prefix_cache")
         return reply.status == 200 and b"false" not in reply.body.lower()
 
     def metrics(self) -> str:
         """The engine's /metrics."""
-        return http.request("GET", f"{self.url}/metrics").body.decode()
+        return web.request("GET", f"{self.url}/metrics").body.decode()
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` whose labels include `labels`; 0 when there are none."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from tests.harness import http
+from tests.harness import web
 from tests.harness.engine import ROOT
 from tests.harness.processes import Program
 
-TOKEN = "a-token-of-the-tests"  # noqa: S105
+TOKEN = "a-token-of-the-tests"
 READY_SECONDS = 30.0
 
 
@@ -69,7 +69,7 @@ class Node:
 
     def wait_ready(self) -> Node:
         """Wait until the agent's readiness."""
-        self.agent.wait_until(lambda: http.is_ok(f"{self.admin_url}/readyz"), seconds=READY_SECONDS, what="readiness")
+        self.agent.wait_until(lambda: web.is_ok(f"{self.admin_url}/readyz"), seconds=READY_SECONDS, what="readiness")
         return self
 
     def stop(self) -> None:
@@ -80,7 +80,7 @@ class Node:
     def get(self, path: str) -> Any:
         """A GET of the admin API as JSON."""
         headers = {"authorization": f"Bearer {TOKEN}"}
-        reply = http.request("GET", f"{self.admin_url}{path}", headers=headers)
+        reply = web.request("GET", f"{self.admin_url}{path}", headers=headers)
         assert reply.status == 200, f"{self.name}{path} answered {reply.status}: {reply.body[:300]!r}"
         return reply.json()
 
@@ -90,4 +90,4 @@ class Node:
 
     def metrics(self) -> str:
         """/metrics."""
-        return http.request("GET", f"{self.admin_url}/metrics").body.decode()
+        return web.request("GET", f"{self.admin_url}/metrics").body.decode()

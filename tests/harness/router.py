@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.harness import http
+from tests.harness import web
 from tests.harness.engine import Engine
 from tests.harness.node import TOKEN, Node, python_environment
 from tests.harness.processes import Program
@@ -49,11 +49,11 @@ class Router:
 
     def wait_ready(self) -> Router:
         """Wait until its readiness."""
-        self.program.wait_until(lambda: http.is_ok(f"{self.admin_url}/readyz"), seconds=30.0, what="readiness")
+        self.program.wait_until(lambda: web.is_ok(f"{self.admin_url}/readyz"), seconds=30.0, what="readiness")
         return self
 
     def get(self, path: str) -> Any:
         """A GET of the admin API as JSON."""
-        reply = http.request("GET", f"{self.admin_url}{path}", headers={"authorization": f"Bearer {TOKEN}"})
+        reply = web.request("GET", f"{self.admin_url}{path}", headers={"authorization": f"Bearer {TOKEN}"})
         assert reply.status == 200, f"router{path} answered {reply.status}"
         return reply.json()

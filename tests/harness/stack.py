@@ -55,8 +55,13 @@ class Stack:
         """Start all of it; ends when everything serves."""
         self.start_engines()
         self.start_rest()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait for the engines, then for the router: it is ready once it has somebody to route to."""
         for engine in self.engines:
             engine.wait_ready().wait_identified()
+        self.router.wait_ready()
 
     def start_engines(self) -> None:
         """Engines take longest: begin with them."""
@@ -64,13 +69,13 @@ class Stack:
             engine.start()
 
     def start_rest(self) -> None:
-        """Valkey, nodes, router; ends when they serve."""
+        """Valkey, nodes, router; ends when Valkey and the nodes serve."""
         self.valkey.start()
         for node in self.nodes:
             node.start()
         for node in self.nodes:
             node.wait_ready()
-        self.router.start().wait_ready()
+        self.router.start()
 
     def stop(self) -> None:
         """End all of it, the router first."""

@@ -1,0 +1,130 @@
+"""Real engines, agents, Valkey and router, shared by the tests: an engine takes most of a minute to start.
+
+`fleet` serves tiny-llama on two engines with two nodes for the whole session; a test that breaks a part puts it right again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.engine import BLOCK_SIZE, Engine
+from tests.harness.node import Node
+from tests.harness.provision import Paths
+from tests.harness.provision import paths as provisioned
+from tests.harness.stack import Stack, clean
+from tests.harness.valkey_cluster import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".kvpool" / "engine-tests"
+PROMPT_TOKENS = 20 * BLOCK_SIZE + 13
+"""No multiple of the block size, see `tests.demo.local`."""
+
+_seeds = itertools.count(1)
+
+
+def fresh_prompt(tokens: int = PROMPT_TOKENS) -> str:
+    """A random prompt that no test used before; one character is one token."""
+    chosen = random.Random(next(_seeds))
+    return "".join(chosen.choice(string.ascii_lowercase) for _ in range(tokens))
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
+    """Poll until true; fails with `what`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+
+
+def is_settled(node: Node) -> bool:
+    """Whether nothing is being written on a node, neither into slots nor to Valkey."""
+    stats = node.stats()
+    tier = stats.get("valkey") or {}
+    return not stats["arena"]["slots"].get("writing", 0) and not tier.get("write_queue_items", 0)
+
+
+def settle(node: Node) -> None:
+    """Wait until every store is done."""
+    wait_for(lambda: is_settled(node), seconds=30, what=f"stores of {node.name} done")
+
+
+def start_engines(*engines: Engine) -> None:
+    """Start side by side; ends when all serve and those with a connector are identified."""
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.wait_ready()
+
+
+@pytest.fixture(scope="session")
+def parts() -> Paths:
+    """Where the provisioned programs and models are."""
+    return provisioned()
+
+
+@pytest.fixture(scope="session")
+def folder() -> Iterator[Path]:
+    """The session's state; what a killed session left is ended first."""
+    clean(FOLDER)
+    FOLDER.mkdir(parents=True)
+    yield FOLDER
+    clean_up = clean(FOLDER)
+    assert not clean_up, f"{clean_up} programs were left running by their tests"
+
+
+@pytest.fixture(scope="session")
+def make_engine(parts: Paths, folder: Path) -> Callable[..., Engine]:
+    """Makes an engine: name, model, then what `Engine` takes."""
+
+    def make(name: str, model: str, *, cores: str = "0", socket: Path | None = None, **more: object) -> Engine:
+        return Engine(
+            name,
+            parts.models[model],
+            paths=parts,
+            folder=folder,
+            port=free_ports(1)[0],
+            cores=cores,
+            socket=socket,
+            **more,  # type: ignore[arg-type]
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def started(parts: Paths, folder: Path, make_engine: Callable[..., Engine]) -> Iterator[tuple[Stack, Engine]]:
+    """Fleet and reference, started side by side."""
+    stack = Stack(folder / "fleet", parts.models["tiny-llama"], paths=parts)
+    reference = make_engine("reference", "tiny-llama", cores="1")
+    try:
+        reference.start()
+        stack.start()
+        reference.wait_ready()
+        yield stack, reference
+    finally:
+        reference.program.kill()
+        stack.stop()
+
+
+@pytest.fixture
+def fleet(started: tuple[Stack, Engine]) -> Stack:
+    """Two engines of tiny-llama, two nodes, Valkey, router; their own caches are empty."""
+    stack, _ = started
+    for engine in stack.engines:
+        engine.reset_own_cache()
+    return stack
+
+
+@pytest.fixture
+def reference(started: tuple[Stack, Engine]) -> Engine:
+    """tiny-llama without the connector."""
+    _, engine = started
+    engine.reset_own_cache()
+    return engine

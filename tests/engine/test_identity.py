@@ -1,0 +1,76 @@
+"""Never a block of another model; no blocks at all where the weights cannot be identified or the set-up is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.engine.answers import Loads, reference_pair
+from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for
+from tests.harness.engine import Engine
+from tests.harness.stack import Stack
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    started: tuple[Stack, Engine], make_engine: Callable[..., Engine]
+) -> Iterator[tuple[Engine, Engine, Engine]]:
+    """Beside node a: other weights under the same served name, weights that are no files, another hash algorithm."""
+    socket = started[0].nodes[0].socket
+    twin = make_engine("twin", "tiny-llama-b", socket=socket)
+    dummy = make_engine("dummy", "tiny-llama", socket=socket, cores="1", arguments=("--load-format", "dummy"))
+    wrong = make_engine("wrong", "tiny-llama", socket=socket, arguments=("--prefix-caching-hash-algo", "sha256"))
+    try:
+        start_engines(twin, dummy, wrong)
+        twin.wait_identified()
+        yield twin, dummy, wrong
+    finally:
+        for engine in (twin, dummy, wrong):
+            engine.program.kill()
+
+
+def test_same_shapes_and_name_with_other_weights_share_nothing(
+    fleet: Stack, strangers: tuple[Engine, Engine, Engine]
+) -> None:
+    a, twin, prompt = fleet.engines[0], strangers[0], fresh_prompt()
+    theirs = a.complete(prompt)
+    settle(fleet.nodes[0])
+    loads = Loads(twin)
+    own = twin.complete(prompt)
+    assert loads.by_tier() == {"ram": 0, "valkey": 0}
+    assert own != theirs
+    settle(fleet.nodes[0])
+    engines = {engine["endpoint"]: engine for engine in fleet.nodes[0].stats()["engines"]}
+    assert engines[a.endpoint]["domain"] != engines[twin.endpoint]["domain"]
+    assert engines[a.endpoint]["served_names"] == engines[twin.endpoint]["served_names"]
+    for engine in (a, twin):
+        engine.reset_own_cache()
+    assert twin.complete(prompt, max_tokens=1).tokens == own.tokens[:1]
+    assert loads.by_tier()["ram"] > 0
+
+
+def test_weights_that_cannot_be_identified_neither_load_nor_store(
+    fleet: Stack, strangers: tuple[Engine, Engine, Engine]
+) -> None:
+    dummy, prompt = strangers[1], fresh_prompt()
+    wait_for(lambda: "cannot be identified" in dummy.program.log_text(), seconds=30, what="a log line that says why")
+    first = dummy.complete(prompt)
+    dummy.reset_own_cache()
+    assert dummy.complete(prompt) == first
+    assert dummy.metric("kvpool_connector_offered_blocks_total") == 0
+    assert dummy.metric("kvpool_connector_loaded_tokens_total") == 0
+    assert dummy.metric("kvpool_connector_domain_known") == 0
+    assert dummy.program.log_text().count("cannot be identified") == 1
+    reasons = [e["reason"] for e in fleet.nodes[0].stats()["engines"] if e["endpoint"] == dummy.endpoint]
+    assert any("cannot be identified" in reason for reason in reasons)
+
+
+def test_engine_with_an_unsupported_setting_serves_inert(
+    strangers: tuple[Engine, Engine, Engine], reference: Engine
+) -> None:
+    wrong, prompt = strangers[2], fresh_prompt()
+    assert wrong.complete(prompt) == reference_pair(reference, prompt).cold
+    assert wrong.metric("kvpool_connector_inert") >= 1
+    assert "sha256_cbor" in wrong.metrics()
+    assert wrong.program.log_text().count("kvpool: inert") == 2  # one line of the scheduler, one of the worker

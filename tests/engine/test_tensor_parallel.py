@@ -1,0 +1,141 @@
+"""Tensor parallelism: blocks stored by two ranks, loaded by two or by one; agents that stop at the worst moment.
+
+The model has one layer, so that its KV is bit for bit the same at any TP size (no sum over ranks comes before it).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvpool_core import wire
+from tests.engine.answers import Loads, reference_pair, whole_blocks
+from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for
+from tests.harness.engine import Engine
+from tests.harness.node import Node
+from tests.harness.socket_tap import SocketTap
+from tests.harness.valkey_cluster import free_ports
+
+LEASE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Engines by tensor parallel size, with and without the connector, and their node behind a tap."""
+
+    node: Node
+    tap: SocketTap
+    engines: dict[int, Engine]
+    references: dict[int, Engine]
+
+
+@pytest.fixture(scope="module")
+def ranks(make_engine: Callable[..., Engine], folder: Path) -> Iterator[Ranks]:
+    node = Node("node-p", folder=folder / "np", admin_port=free_ports(1)[0], lease_seconds=LEASE_SECONDS)
+    tap = SocketTap(folder / "tap" / "agent.sock", node.socket)
+    make = {size: {"cores": cores, "tensor_parallel": size} for size, cores in ((1, "0"), (2, "0|1"))}
+    engines = {n: make_engine(f"tp{n}", "tiny-one-layer", socket=tap.path, **more) for n, more in make.items()}
+    references = {n: make_engine(f"tp{n}-reference", "tiny-one-layer", **more) for n, more in make.items()}
+    try:
+        node.start().wait_ready()
+        start_engines(*engines.values())
+        start_engines(*references.values())
+        for engine in engines.values():
+            engine.wait_identified()
+        yield Ranks(node, tap, engines, references)
+    finally:
+        for engine in (*engines.values(), *references.values()):
+            engine.program.kill()
+        node.stop()
+        tap.close()
+
+
+@pytest.mark.parametrize(("storing", "loading"), [(2, 2), (2, 1), (1, 2)])
+def test_blocks_of_one_layout_load_in_the_other_with_equal_answers(ranks: Ranks, storing: int, loading: int) -> None:
+    prompt = fresh_prompt()
+    expected = reference_pair(ranks.references[loading], prompt)
+    for engine in ranks.engines.values():
+        engine.reset_own_cache()
+    ranks.engines[storing].complete(prompt)
+    settle(ranks.node)
+    ranks.engines[storing].reset_own_cache()
+    loads = Loads(ranks.engines[loading])
+    assert ranks.engines[loading].complete(prompt) == expected.cached
+    assert loads.by_tier()["ram"] == whole_blocks(prompt)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("message", [wire.Reserve, wire.Reserved])
+def test_agent_stopped_while_a_store_is_reserved(ranks: Ranks, size: int, message: type[wire.Message]) -> None:
+    engine, prompt = ranks.engines[size], fresh_prompt()
+    expected = reference_pair(ranks.references[size], prompt)
+    engine.reset_own_cache()
+    with stopped_at(ranks, message) as moment:
+        assert engine.complete(prompt) == expected.cold
+        assert moment.came
+        assert engine.complete(fresh_prompt(), max_tokens=4).tokens
+    assert_nothing_is_left(ranks)
+    assert engine.complete(prompt) == expected.cached
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("message", [wire.Prefetch, wire.Verdict])
+def test_agent_stopped_while_a_load_is_leased(ranks: Ranks, size: int, message: type[wire.Message]) -> None:
+    engine, prompt = ranks.engines[size], fresh_prompt()
+    expected = reference_pair(ranks.references[size], prompt)
+    engine.reset_own_cache()
+    engine.complete(prompt)
+    settle(ranks.node)
+    engine.reset_own_cache()
+    with stopped_at(ranks, message) as moment:
+        answer = engine.complete(prompt)
+        assert moment.came
+    # after a Verdict the blocks are leased and loaded from the arena, without one they are computed
+    assert answer == (expected.cached if message is wire.Verdict else expected.cold)
+    assert_nothing_is_left(ranks)
+
+
+class stopped_at:  # noqa: N801 reads as a statement
+    """SIGSTOP the agent when the first message of a kind passes; SIGCONT at the end."""
+
+    def __init__(self, ranks: Ranks, kind: type[wire.Message]) -> None:
+        self._ranks = ranks
+        self._kind = kind
+        self.came = False
+
+    def __enter__(self) -> stopped_at:
+        self._ranks.tap.on_message = self._stop
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.tap.on_message = None
+        self._ranks.node.agent.signal(signal.SIGCONT)
+
+    def _stop(self, message: wire.Message) -> None:
+        if isinstance(message, self._kind) and not self.came:
+            self.came = True
+            self._ranks.node.agent.signal(signal.SIGSTOP)
+            wait_for(lambda: is_stopped(self._ranks.node.agent.pid), seconds=5, what="the agent stopped")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel shows the process as stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def assert_nothing_is_left(ranks: Ranks) -> None:
+    """1 s after SIGCONT, or at the leases' end, no slot is in writing and no lease is held."""
+    time.sleep(1.0)
+    arena = ranks.node.stats()["arena"]
+    assert arena["slots"].get("writing", 0) == 0
+    assert arena["slots"].get("quarantined", 0) == 0
+    wait_for(lambda: ranks.node.stats()["arena"]["leases"] == 0, seconds=LEASE_SECONDS, what="leases ended")
+    os.kill(ranks.node.agent.pid, 0)
+    for engine in ranks.engines.values():
+        engine.wait_identified()

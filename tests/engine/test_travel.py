@@ -1,0 +1,103 @@
+"""Blocks travel: arena, Valkey, restarts; answers stay the engine's own, bit for bit."""
+
+from __future__ import annotations
+
+from tests.engine.answers import Loads, reference_pair, whole_blocks
+from tests.engine.conftest import fresh_prompt, settle, wait_for
+from tests.harness import web
+from tests.harness.engine import Engine
+from tests.harness.stack import Stack
+
+
+def test_cold_answer_is_the_engines_own(fleet: Stack, reference: Engine) -> None:
+    prompt = fresh_prompt()
+    assert fleet.engines[0].complete(prompt) == reference_pair(reference, prompt).cold
+
+
+def test_prompt_comes_back_from_ram_with_equal_answer(fleet: Stack, reference: Engine) -> None:
+    a, prompt = fleet.engines[0], fresh_prompt()
+    expected = reference_pair(reference, prompt)
+    a.complete(prompt)
+    settle(fleet.nodes[0])
+    a.reset_own_cache()
+    loads = Loads(a)
+    assert a.complete(prompt) == expected.cached
+    assert loads.by_tier() == {"ram": whole_blocks(prompt), "valkey": 0}
+
+
+def test_prompt_comes_from_valkey_on_the_other_node(fleet: Stack, reference: Engine) -> None:
+    (a, b), prompt = fleet.engines, fresh_prompt()
+    expected = reference_pair(reference, prompt)
+    a.complete(prompt)
+    settle(fleet.nodes[0])
+    loads = Loads(b)
+    assert b.complete(prompt) == expected.cached
+    assert loads.by_tier() == {"ram": 0, "valkey": whole_blocks(prompt)}
+
+
+def test_answer_of_an_assistant_is_stored_for_the_next_turn(fleet: Stack) -> None:
+    (a, b), prompt = fleet.engines, fresh_prompt()
+    answer = a.complete(prompt, max_tokens=96)
+    settle(fleet.nodes[0])
+    next_turn = prompt + "".join(answer.tokens) + fresh_prompt(20)
+    loads = Loads(b)
+    b.complete(next_turn, max_tokens=1)
+    assert loads.by_tier()["valkey"] >= whole_blocks(prompt) + 64
+
+
+def test_restarted_agent_takes_the_arena_over(fleet: Stack, reference: Engine) -> None:
+    a, node, prompt = fleet.engines[0], fleet.nodes[0], fresh_prompt()
+    expected = reference_pair(reference, prompt)
+    a.complete(prompt)
+    settle(node)
+    boot_id = node.stats()["boot_id"]
+    node.agent.kill()
+    node.agent.start()
+    node.wait_ready()
+    a.wait_identified()
+    assert node.stats()["boot_id"] != boot_id
+    a.reset_own_cache()
+    loads = Loads(a)
+    assert a.complete(prompt) == expected.cached
+    assert loads.by_tier() == {"ram": whole_blocks(prompt), "valkey": 0}
+
+
+def test_engine_without_an_agent_serves_and_finds_it_again(fleet: Stack, reference: Engine) -> None:
+    a, node, prompt = fleet.engines[0], fleet.nodes[0], fresh_prompt()
+    expected = reference_pair(reference, prompt)
+    node.agent.kill()
+    try:
+        assert a.complete(prompt) == expected.cold
+    finally:
+        node.agent.start()
+        node.wait_ready()
+    a.wait_identified()
+
+
+def test_router_sends_the_next_turn_to_the_holder_and_an_unrelated_prompt_elsewhere(fleet: Stack) -> None:
+    (a, b), prompt = fleet.engines, fresh_prompt()
+    answer = b.complete(prompt)
+    settle(fleet.nodes[1])
+    next_turn = prompt + "".join(answer.tokens) + fresh_prompt(20)
+    wait_for(
+        lambda: "endpoint=" + b.endpoint in a.complete_timed(next_turn, max_tokens=1, url=fleet.router.url).route,
+        seconds=10,
+        what="next turn routed to the holder of its prefix",
+    )
+    reply = web.request("POST", f"{fleet.router.url}/v1/completions", a.body(next_turn, max_tokens=1))
+    fields = dict(part.strip().split("=", 1) for part in reply.headers["x-kvpool-route"].split(";"))
+    assert fields["endpoint"] == b.endpoint
+    assert int(fields["gpu"]) >= whole_blocks(prompt) // 32
+
+
+def test_two_requests_at_once_share_one_load(fleet: Stack, reference: Engine) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    a, prompt = fleet.engines[0], fresh_prompt()
+    a.complete(prompt, max_tokens=1)
+    settle(fleet.nodes[0])
+    a.reset_own_cache()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: a.complete(prompt, max_tokens=8).tokens, range(4)))
+    assert len(set(answers)) == 1
+    wait_for(lambda: fleet.nodes[0].stats()["arena"]["leases"] == 0, seconds=5, what="leases released")

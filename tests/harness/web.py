@@ -1,0 +1,94 @@
+"""Small blocking HTTP for tests and demo: JSON in, JSON out, Server-Sent Events with their times."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Status, headers with lower-case names, body."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A streamed reply. first_event_seconds: from sending to the first event with a choice; total likewise to the end."""
+
+    status: int
+    headers: dict[str, str]
+    events: list[Any] = field(default_factory=list)
+    first_event_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+def request(
+    method: str,
+    url: str,
+    body: object = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    seconds: float = TIMEOUT_SECONDS,
+) -> Reply:
+    """One request on a connection of its own."""
+    connection, response = _send(method, url, body, headers or {}, seconds)
+    try:
+        return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+    finally:
+        connection.close()
+
+
+def is_ok(url: str) -> bool:
+    """Whether GET answers 200 at once."""
+    try:
+        return request("GET", url, seconds=2.0).status == 200
+    except OSError:
+        return False
+
+
+def stream(
+    url: str, body: object, *, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT_SECONDS
+) -> Streamed:
+    """POST and read Server-Sent Events until they end."""
+    started = time.perf_counter()
+    connection, response = _send("POST", url, body, headers or {}, seconds)
+    events: list[Any] = []
+    first = 0.0
+    try:
+        for line in response:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[6:])
+            if not first and event.get("choices"):
+                first = time.perf_counter() - started
+            events.append(event)
+        reply_headers = {k.lower(): v for k, v in response.getheaders()}
+        return Streamed(response.status, reply_headers, events, first, time.perf_counter() - started)
+    finally:
+        connection.close()
+
+
+def _send(
+    method: str, url: str, body: object, headers: Mapping[str, str], seconds: float
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=seconds)
+    path = parts.path + (f"?{parts.query}" if parts.query else "")
+    payload = None if body is None else json.dumps(body).encode()
+    connection.request(method, path or "/", payload, {"content-type": "application/json", **headers})
+    return connection, connection.getresponse()

@@ -1,0 +1,50 @@
+"""What the connector is told: defaults, overrides, and errors that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpool_core.errors import ConfigError
+from kvpool_vllm.settings import read_settings
+
+ENVIRON = {"KVPOOL_SOCKET": "/run/kvpool/agent.sock", "KVPOOL_ENDPOINT": "10.0.0.1:8000"}
+
+
+def test_defaults_hold_and_keys_of_vllm_are_left_to_vllm() -> None:
+    settings = read_settings(ENVIRON, {"canonical_layout": True, "offload_prompt_only": False, "spec_name": "x"})
+    assert settings.socket_path == "/run/kvpool/agent.sock"
+    assert settings.endpoint == "10.0.0.1:8000"
+    assert settings.verdict_deadline_seconds == 0.05
+
+
+def test_a_deadline_can_be_set() -> None:
+    assert read_settings(ENVIRON, {"kvpool_verdict_deadline_seconds": 1}).verdict_deadline_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "extra", "named"),
+    [
+        ({}, {}, "KVPOOL_SOCKET"),
+        (ENVIRON, {"kvpool_verdict_deadline": 1}, "kvpool_verdict_deadline"),
+        (ENVIRON, {"verdict_deadline_seconds": 1}, "verdict_deadline_seconds"),
+        (ENVIRON, {"kvpool_socket_path": "/x"}, "kvpool_socket_path"),
+        (ENVIRON, {"kvpool_pause_seconds": "5"}, "kvpool_pause_seconds"),
+        (ENVIRON, {"kvpool_pause_seconds": -1}, "kvpool_pause_seconds"),
+        (ENVIRON, {"kvpool_pause_seconds": True}, "kvpool_pause_seconds"),
+    ],
+)
+def test_wrong_settings_are_errors_that_name_the_key(
+    environ: dict[str, str], extra: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_settings(environ, extra)
+
+
+def test_token_is_read_at_each_use(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    settings = read_settings({**ENVIRON, "KVPOOL_TOKEN_FILE": str(file)}, {})
+    for token in ("one", "two"):
+        file.write_text(token + "\n")
+        assert settings.read_token() == token
