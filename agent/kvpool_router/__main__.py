@@ -53,9 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; the exit code."""
     parser = argparse.ArgumentParser(prog="kvpool_router", description="Prefix-aware router in front of LLM engines")
     parser.add_argument("--config", required=True, type=Path, help="YAML configuration file")
+    parser.add_argument("--check", action="store_true", help="only check the configuration")
+    options = parser.parse_args(arguments)
     try:
-        config = load_config(parser.parse_args(arguments).config)
+        config = load_config(options.config)
         check_token_files(config)
+        if options.check:
+            return 0
         sockets = bind(config.listen.host, config.listen.port), bind(config.admin.host, config.admin.port)
         source = StaticEndpoints(config)
     except ConfigError as error:

@@ -24,32 +24,43 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Listen(_Section, frozen=True, kw_only=True):
     """Where clients connect."""
 
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
+    """Loopback: whoever wants clients from outside says so."""
     port: int = 8080
+    """0 takes a free one and logs it."""
 
 
 class Admin(_Section, frozen=True, kw_only=True):
-    """Where operators and probes connect. `token_file` holds the bearer token of everything but health and metrics."""
+    """Where operators and probes connect."""
 
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
+    """Loopback: whoever wants the API from outside says so."""
     port: int = 8081
+    """0 takes a free one and logs it."""
     token_file: str
+    """Holds the bearer token of everything but health and metrics; read anew for each call, so that it may be rotated."""
 
 
 class Endpoint(_Section, frozen=True, kw_only=True):
-    """An engine. `agent` names the agent of its node; empty: whichever agent reports an engine of this address."""
+    """An engine."""
 
     url: str
+    """`http://host:port` of its OpenAI API."""
     agent: str = ""
+    """Name of its node's agent; empty: whichever agent reports an engine of this address."""
     api_key_file: str = ""
+    """Holds the key with which the engine's /v1/models is read; empty for engines without one."""
 
 
 class Agent(_Section, frozen=True, kw_only=True):
-    """A node's agent: its admin address and the bearer token of its event stream."""
+    """A node's agent."""
 
     name: str
+    """How endpoints, logs, metrics and the route header name it."""
     url: str
+    """`http://host:port` of its admin API."""
     token_file: str
+    """Holds the bearer token of its event stream; read anew for each subscription."""
 
 
 class Scoring(_Section, frozen=True, kw_only=True):
@@ -83,8 +94,11 @@ class Tokenization(_Section, frozen=True, kw_only=True):
     """Asking engines for token ids. Deadline = base + per 1,000 characters, at most max; late means routing by load."""
 
     base_seconds: float = 0.1
+    """More than a busy API server needs for a short prompt (a few milliseconds)."""
     per_thousand_chars_seconds: float = 0.002
+    """Several times what Hugging Face's fast tokenizers need."""
     max_seconds: float = 2.0
+    """Beyond, knowing the prefix hardly pays for the wait."""
     cache_tokens: int = 2_000_000
     """Bound of the cache of recent answers, in tokens (about 36 bytes each)."""
 
@@ -99,7 +113,9 @@ class Index(_Section, frozen=True, kw_only=True):
     stale_seconds: float = 5.0
     """How long the entries of an agent that was lost still count."""
     backoff_min_seconds: float = 0.2
+    """First pause before subscribing again; doubled up to the longest, with jitter."""
     backoff_max_seconds: float = 5.0
+    """Longest pause: an agent that came back is followed again at most this much later."""
     speculative_seconds: float = 2.0
     """How long a routed request's blocks count as held before any event confirms them."""
 
@@ -108,23 +124,30 @@ class Timeouts(_Section, frozen=True, kw_only=True):
     """Deadlines of the proxy, in seconds."""
 
     connect_seconds: float = 2.0
+    """To connect to an engine: nodes of one cluster answer in milliseconds."""
     idle_seconds: float = 600.0
     """Between two pieces of an answer; an engine under load may take minutes to the first."""
     probe_interval_seconds: float = 1.0
+    """Between two probes of an endpoint's health."""
     probe_seconds: float = 1.0
+    """For a probe's answer, and for that of /v1/models."""
     probe_failures: int = 3
     """Probes without an answer in a row until an endpoint is down; a refused connection suffices at once."""
     models_interval_seconds: float = 10.0
+    """How often the list of served models and adapters is read again."""
     grace_seconds: float = 30.0
     """After SIGTERM: time for requests in flight."""
     retry_after_seconds: int = 1
+    """What a 503 tells clients to wait: a down endpoint is noticed to be back within a probe's interval."""
 
 
 class Tenancy(_Section, frozen=True, kw_only=True):
     """The tenant's salt. The header is set by a trusted gateway and becomes `cache_salt` of the forwarded body."""
 
     header: str = "x-kvpool-tenant"
+    """Request header that names the tenant; not forwarded."""
     missing: Literal["Shared", "Reject"] = "Shared"
+    """Requests without it: share one cache, or are refused with 400."""
     trust_client_salt: bool = False
     """Keep a `cache_salt` that the client wrote itself; only where clients are trusted with each other's cache."""
 
@@ -143,7 +166,9 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     listen: Listen = msgspec.field(default_factory=Listen)
     admin: Admin
     endpoints: list[Endpoint]
+    """The engines."""
     agents: list[Agent] = []
+    """The agents of their nodes; without any, requests go by load."""
     scoring: Scoring = msgspec.field(default_factory=Scoring)
     tokenization: Tokenization = msgspec.field(default_factory=Tokenization)
     index: Index = msgspec.field(default_factory=Index)

@@ -10,9 +10,11 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 
 from kvpool_core.errors import ConfigError, FrameError
 from kvpool_core.frames import FrameDecoder
@@ -22,6 +24,7 @@ from kvpool_core.wire import (
     EventsPart,
     EventsReady,
     StreamMessage,
+    TierBlocks,
     decode_stream_message,
 )
 from kvpool_router.config import Index, read_token
@@ -38,8 +41,8 @@ ENDED = "ended"
 UNDECODABLE = "undecodable"
 REFUSED = "refused"
 
-_APPLY_TURN_FRAMES = 64
-"""Frames applied before other work gets a turn."""
+_BLOCKS_PER_TURN = 4_096
+"""Blocks applied before requests get a turn: a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +118,10 @@ class AgentSubscription:
 
     async def _read_frames(self, response: aiohttp.ClientResponse, stream: _Stream) -> None:
         decoder = FrameDecoder()
-        applied = 0
         async for chunk in response.content.iter_any():
             for body in decoder.feed(chunk):
-                if stream.take(decode_stream_message(body)):
+                if await stream.take(decode_stream_message(body)):
                     self._synced()
-                applied += 1
-                if applied % _APPLY_TURN_FRAMES == 0:
-                    await asyncio.sleep(0)
         if decoder.pending_bytes:
             raise FrameError(f"the stream ended inside a frame, {decoder.pending_bytes} bytes after its start")
 
@@ -157,26 +156,51 @@ class _Stream:
         self._view: AgentView | None = None
         self.order = StreamOrder()
 
-    def take(self, message: StreamMessage) -> bool:
+    async def take(self, message: StreamMessage) -> bool:
         """Apply a message; True when it completed the snapshot. StreamBrokenError when it may not come now."""
         self.order.check(message)
         match message:
             case EventsBegin():
                 self._view = self._fleet.new_view(self._agent, message.boot_id)
             case EventsPart() if self._view is not None:
-                self._fleet.add_part(self._view, message)
+                await self._fill(self._view, message)
             case EventsReady() if self._view is not None:
                 self._fleet.commit(self._agent, self._view, self.order.boot_id)
                 self._view = None
                 return True
             case EventsDelta():
-                self._fleet.apply(self._agent, message)
+                await self._change(message)
             case _:
                 pass
         return False
+
+    async def _fill(self, view: AgentView, part: EventsPart) -> None:
+        for info in part.engines:
+            view.put_engine(info)
+        for blocks in portions(part.blocks):
+            view.store(blocks)
+            await asyncio.sleep(0)
+
+    async def _change(self, delta: EventsDelta) -> None:
+        """Cleared first, then removed, then stored, so that a delta ends with what is held."""
+        if delta.engines:
+            self._fleet.put_engines(self._agent, delta.engines)
+        for blocks in delta.cleared:
+            self._fleet.clear(self._agent, blocks)
+        for change, changed in ((self._fleet.remove, delta.removed), (self._fleet.store, delta.stored)):
+            for blocks in portions(changed):
+                change(self._agent, blocks)
+                await asyncio.sleep(0)
 
     def abandon(self) -> None:
         """Drop what an incomplete snapshot left."""
         if self._view is not None:
             self._view.retire()
             self._view = None
+
+
+def portions(blocks: Iterable[TierBlocks]) -> Iterator[TierBlocks]:
+    """The same blocks, at most `_BLOCKS_PER_TURN` at a time."""
+    for item in blocks:
+        for start in range(0, len(item.hashes), _BLOCKS_PER_TURN):
+            yield msgspec.structs.replace(item, hashes=item.hashes[start : start + _BLOCKS_PER_TURN])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvpool_core.wire import EngineInfo, EventsDelta, EventsPart, GroupLayout, TierBlocks
+from kvpool_core.wire import EngineInfo, GroupLayout, TierBlocks
 from kvpool_router.prefix_index import PrefixIndex
 
 GPU = "gpu"
@@ -204,13 +204,6 @@ class FleetIndex:
             view.borrow_valkey(self._agents[agent].view)
         return view
 
-    def add_part(self, view: AgentView, part: EventsPart) -> None:
-        """Fill a snapshot's view further."""
-        for info in part.engines:
-            view.put_engine(info)
-        for blocks in part.blocks:
-            view.store(blocks)
-
     def commit(self, agent: str, view: AgentView, boot_id: bytes) -> None:
         """The snapshot is complete: it takes the former view's place."""
         state = self._agents[agent]
@@ -219,19 +212,26 @@ class FleetIndex:
         self._agents[agent] = AgentState(view, boot_id=boot_id, lost_at=None, ever_synced=True)
         self._rebuild_engines()
 
-    def apply(self, agent: str, delta: EventsDelta) -> None:
-        """Apply a delta: cleared first, then removed, then stored, so that a batch ends with what is held."""
-        view = self._agents[agent].view
-        for info in delta.engines:
-            view.put_engine(info)
-        for blocks in delta.cleared:
-            view.clear(blocks)
-        for blocks in delta.removed:
-            self._remove(view, blocks)
-        for blocks in delta.stored:
-            view.store(blocks)
-        if delta.engines:
-            self._rebuild_engines()
+    def put_engines(self, agent: str, engines: Iterable[EngineInfo]) -> None:
+        """Engines came, changed or went."""
+        for info in engines:
+            self._agents[agent].view.put_engine(info)
+        self._rebuild_engines()
+
+    def clear(self, agent: str, blocks: TierBlocks) -> None:
+        """All blocks of an engine, or of a domain in a tier, are gone."""
+        self._agents[agent].view.clear(blocks)
+
+    def remove(self, agent: str, blocks: TierBlocks) -> None:
+        """Blocks are gone; what one agent misses in Valkey is a miss for all."""
+        if blocks.tier == VALKEY:
+            self.index.discard(self._valkey_mask(blocks.domain, blocks.group), blocks.hashes)
+        else:
+            self._agents[agent].view.remove(blocks)
+
+    def store(self, agent: str, blocks: TierBlocks) -> None:
+        """Blocks are held now."""
+        self._agents[agent].view.store(blocks)
 
     def lost(self, agent: str, *, now: float) -> None:
         """The stream broke: the view stays, marked stale."""
@@ -248,13 +248,6 @@ class FleetIndex:
         if gone:
             self._rebuild_engines()
         return gone
-
-    def _remove(self, view: AgentView, blocks: TierBlocks) -> None:
-        """What one agent misses in Valkey is a miss for all."""
-        if blocks.tier != VALKEY:
-            view.remove(blocks)
-            return
-        self.index.discard(self._valkey_mask(blocks.domain, blocks.group), blocks.hashes)
 
     def _rebuild_engines(self) -> None:
         self._engines = {}

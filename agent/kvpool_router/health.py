@@ -100,14 +100,23 @@ class HealthMonitor:
 
     async def refresh_models(self, endpoint: EndpointState) -> None:
         """Ask for the endpoint's models; what it said last stays when it does not answer."""
-        headers = {"Authorization": f"Bearer {endpoint.spec.api_key}"} if endpoint.spec.api_key else {}
+        authorization = f"Bearer {endpoint.spec.api_key}" if endpoint.spec.api_key else None
+        _, models = await self.ask_models(endpoint, authorization)
+        if models is not None:
+            endpoint.models = models
+
+    async def ask_models(
+        self, endpoint: EndpointState, authorization: str | None
+    ) -> tuple[int, dict[str, ModelCard] | None]:
+        """Status and models of the endpoint's answer; (0, None) when there was none that is one."""
+        headers = {"Authorization": authorization} if authorization else {}
+        url = f"{endpoint.spec.url}/v1/models"
         try:
-            async with asyncio.timeout(self._settings.probe_seconds):
-                async with self._session.get(f"{endpoint.spec.url}/v1/models", headers=headers) as response:
-                    if response.status == 200:
-                        endpoint.models = parse_models(await response.read())
+            async with asyncio.timeout(self._settings.probe_seconds), self._session.get(url, headers=headers) as reply:
+                return reply.status, parse_models(await reply.read()) if reply.status == 200 else None
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             log.debug("models not read", extra=fields(endpoint=endpoint.address, detail=str(error)))
+            return 0, None
 
     async def _ask_health(self, endpoint: EndpointState) -> str:
         """What is wrong by the endpoint's own account, "" when nothing."""

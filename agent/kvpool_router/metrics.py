@@ -58,7 +58,7 @@ class RouterMetrics:
         )
         self.tokenizations = Counter(
             "kvpool_router_tokenizations",
-            "Prompts whose tokens were looked for: given, asked from an engine or its cache, missing, unhashable",
+            "Prompts by whether they could be routed by prefix: known, no-tokens, unhashable, stale-index",
             ("result",),
             registry=registry,
         )

@@ -101,14 +101,19 @@ class PrefixIndex:
         """`holder` has these blocks; a retired holder gets none. A block counts as young again with each new holder."""
         if holder not in self._counts:
             return
+        shards, limit, added = self._shards, self._shard_limit, 0
         for block in hashes:
-            shard = self._shards[block & 255]
+            shard = shards[block & 255]
             before = shard.pop(block, 0)
-            shard[block] = self._interned(before | holder)
-            if not before & holder:
-                self._counts[holder] += 1
-            if not before and len(shard) > self._shard_limit:
+            if before:
+                shard[block] = self._interned(before | holder)
+                added += not before & holder
+                continue
+            shard[block] = holder
+            added += 1
+            if len(shard) > limit:
                 self._evict_oldest(shard)
+        self._counts[holder] += added
 
     def discard(self, holders: int, hashes: Iterable[int]) -> None:
         """None of `holders` (a mask) has these blocks any more."""

@@ -118,6 +118,8 @@ class CompletionRoute:
             body, authorization=_header(scope, b"authorization"), by_load=self._by_load
         )
         exchange = _Exchange(scope, send, started, plan)
+        if not self._by_load:
+            self._parts.metrics.tokenizations.labels(plan.why_not or "known").inc()
         try:
             while (route := self._choose(exchange)) is not None:
                 if await self._attempt(exchange, route):
@@ -283,8 +285,8 @@ def build_app(parts: ProxyParts) -> Starlette:
     async def health(_: Request) -> Response:
         return Response(status_code=200 if parts.table.any_up() else 503)
 
-    async def models(_: Request) -> Response:
-        return await _merged_models(parts)
+    async def models(request: Request) -> Response:
+        return await _merged_models(parts, request.headers.get("authorization"))
 
     return Starlette(
         routes=[
@@ -299,13 +301,17 @@ def build_app(parts: ProxyParts) -> Starlette:
     )
 
 
-async def _merged_models(parts: ProxyParts) -> Response:
-    """What all ready endpoints serve, each model once."""
+async def _merged_models(parts: ProxyParts, authorization: str | None) -> Response:
+    """What all ready endpoints tell this client that they serve, each model once."""
     ready = [endpoint for endpoint in parts.table.all() if endpoint.up]
-    if not ready:
-        headers = {"retry-after": str(parts.config.timeouts.retry_after_seconds), ROUTE_HEADER: f"reason={NO_ENDPOINT}"}
-        return Response(status_code=503, headers=headers)
-    await asyncio.gather(*(parts.health.refresh_models(endpoint) for endpoint in ready))
-    cards = {name: card.raw for endpoint in ready for name, card in (endpoint.models or {}).items()}
-    content = msgspec.json.encode({"object": "list", "data": list(cards.values())})
-    return Response(content, media_type="application/json", headers={ROUTE_HEADER: f"reason={LOAD}"})
+    answers = await asyncio.gather(*(parts.health.ask_models(endpoint, authorization) for endpoint in ready))
+    told = [models for _, models in answers if models is not None]
+    if told:
+        cards = {name: card.raw for models in told for name, card in models.items()}
+        content = msgspec.json.encode({"object": "list", "data": list(cards.values())})
+        return Response(content, media_type="application/json", headers={ROUTE_HEADER: f"reason={LOAD}"})
+    refused = max((status for status, _ in answers), default=0)
+    if refused:
+        return Response(status_code=refused, headers={ROUTE_HEADER: f"reason={LOAD}"})
+    headers = {"retry-after": str(parts.config.timeouts.retry_after_seconds), ROUTE_HEADER: f"reason={NO_ENDPOINT}"}
+    return Response(status_code=503, headers=headers)

@@ -148,7 +148,7 @@ def _prompt(fields: _Fields) -> tuple[Prompt | None, int]:
             return _chat_prompt(fields)
         if _is_set(fields, "prompt"):
             return _completion_prompt(fields)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
         return None, 0
     return None, 0
 
@@ -159,17 +159,15 @@ def _echoes_logprobs(fields: _Fields) -> bool:
 
 
 def _completion_prompt(fields: _Fields) -> tuple[Prompt | None, int]:
-    value = _prompt_decoder.decode(fields["prompt"])
-    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
-        value = value[0] if isinstance(value[0], str) else list(value[0])
+    given = _prompt_decoder.decode(fields["prompt"])
+    value = given[0] if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int) else given
     if isinstance(value, str):
         wanted = {"model", "add_special_tokens"} & fields.keys()
         payload = {name: fields[name] for name in sorted(wanted)} | {"prompt": value}
         return RenderedPrompt(msgspec.json.encode(payload), len(value)), len(value)
-    tokens = [token for token in value if isinstance(token, int)]
-    if len(tokens) != len(value) or not tokens:
+    if not value or not isinstance(value[0], int):
         return None, sum(len(part) for part in value if not isinstance(part, int))
-    return TokenPrompt(array("I", tokens)), len(tokens)
+    return TokenPrompt(array("I", value)), len(value)  # type: ignore[arg-type]
 
 
 def _chat_prompt(fields: _Fields) -> tuple[Prompt | None, int]:

@@ -81,6 +81,7 @@ class Received:
     path: str
     headers: dict[str, str]
     raw: bytes
+    client: object
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -103,6 +104,7 @@ class StubEngine:
         self.tokenize_gate.set()
         self.tokenize_requests: list[dict[str, Any]] = []
         self.healthy = True
+        self.api_key = ""
         self.break_before_first_byte = False
         self.break_after_first_piece = False
         self.models: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": "/models/m", "parent": None}]
@@ -136,7 +138,9 @@ class StubEngine:
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.Response(status=401)
         return web.json_response({"object": "list", "data": self.models})
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -147,7 +151,7 @@ class StubEngine:
         return web.json_response({"count": len(text), "max_model_len": 8192, "tokens": tokens_of(text)})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path, dict(request.headers), await request.read())
+        received = Received(request.path, dict(request.headers), await request.read(), request.transport)
         self.received.append(received)
         try:
             return await self._answer(request, received)

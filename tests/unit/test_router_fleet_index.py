@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool_core.wire import EngineInfo, EventsDelta, EventsPart, GroupLayout, TierBlocks
+from kvpool_core.wire import EngineInfo, GroupLayout, TierBlocks
 from kvpool_router.fleet_index import AgentView, FleetIndex, routing_group
 from kvpool_router.prefix_index import PrefixIndex
 
@@ -23,16 +23,19 @@ def fleet() -> FleetIndex:
     return FleetIndex(PrefixIndex(10_000), ["a", "b"])
 
 
-def synced(into: FleetIndex, agent: str, *, boot_id: bytes = b"1", part: EventsPart | None = None) -> AgentView:
+def fill(view: AgentView, engines: list[EngineInfo], blocks: list[TierBlocks]) -> None:
+    for info in engines:
+        view.put_engine(info)
+    for stored in blocks:
+        view.store(stored)
+
+
+def synced(
+    into: FleetIndex, agent: str, engines: list[EngineInfo], blocks: list[TierBlocks], *, boot_id: bytes = b"1"
+) -> None:
     view = into.new_view(agent, boot_id)
-    into.add_part(view, part or EventsPart(0, [], []))
+    fill(view, engines, blocks)
     into.commit(agent, view, boot_id)
-    return view
-
-
-def apply(into: FleetIndex, agent: str, **changes: list[TierBlocks] | list[EngineInfo]) -> None:
-    names = ("engines", "stored", "removed", "cleared")
-    into.apply(agent, EventsDelta(0, b"1", 1, *(changes.get(name, []) for name in names)))  # type: ignore[arg-type]
 
 
 def test_lowest_full_attention_group_is_what_routing_looks_at() -> None:
@@ -44,8 +47,8 @@ def test_lowest_full_attention_group_is_what_routing_looks_at() -> None:
 def test_blocks_of_a_domain_whose_engines_are_not_there_yet_are_kept() -> None:
     """After an agent took its arena over, `ram` is full before any engine has come back."""
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [], [ram([1, 2]), ram([7, 8, 9], group=0)]))
-    apply(index, "a", engines=[engine("e", groups=[WINDOW, FULL])])
+    synced(index, "a", [], [ram([1, 2]), ram([7, 8, 9], group=0)])
+    index.put_engines("a", [engine("e", groups=[WINDOW, FULL])])
     (ref,) = index.engines_at("127.0.0.1:1", "a")
     assert (ref.group, ref.block_tokens) == (1, 64)
     _, holder, _ = index.holder_masks(ref, shared_tiers=True)
@@ -55,24 +58,16 @@ def test_blocks_of_a_domain_whose_engines_are_not_there_yet_are_kept() -> None:
 
 def test_engine_with_windows_only_has_nothing_to_index() -> None:
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[WINDOW])], [ram([1], group=0)]))
+    synced(index, "a", [engine("e", groups=[WINDOW])], [ram([1], group=0)])
     assert len(index.index) == 0
-
-
-def test_batch_that_clears_and_stores_ends_with_what_is_stored() -> None:
-    index = fleet()
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[FULL])], [ram([1, 2])]))
-    apply(index, "a", cleared=[ram([])], stored=[ram([3])])
-    _, holder, _ = index.holder_masks(index.engines_at("127.0.0.1:1", "")[0], shared_tiers=True)
-    assert [mask & holder for mask in index.index.masks([1, 2, 3])] == [0, 0, holder]
 
 
 def test_abandoned_snapshot_leaves_the_old_view_and_its_valkey_hints() -> None:
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[FULL])], [ram([1]), ram([2], tier="valkey")]))
+    synced(index, "a", [engine("e", groups=[FULL])], [ram([1]), ram([2], tier="valkey")])
     before = index.holder_masks(index.engines_at("127.0.0.1:1", "")[0], shared_tiers=True)
     abandoned = index.new_view("a", b"2")
-    index.add_part(abandoned, EventsPart(0, [], [ram([5]), ram([6], tier="valkey")]))
+    fill(abandoned, [], [ram([5]), ram([6], tier="valkey")])
     abandoned.retire()
     assert index.holder_masks(index.engines_at("127.0.0.1:1", "")[0], shared_tiers=True) == before
     assert index.index.live_holders == 2
@@ -80,10 +75,10 @@ def test_abandoned_snapshot_leaves_the_old_view_and_its_valkey_hints() -> None:
 
 def test_valkey_hints_survive_any_number_of_agent_restarts() -> None:
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [], [ram([1], tier="valkey")]))
+    synced(index, "a", [], [ram([1], tier="valkey")])
     for number in range(2, 6):
-        part = EventsPart(0, [engine("e", groups=[FULL])], [ram([number], tier="valkey")])
-        synced(index, "a", boot_id=bytes([number]), part=part)
+        engines, blocks = [engine("e", groups=[FULL])], [ram([number], tier="valkey")]
+        synced(index, "a", engines, blocks, boot_id=bytes([number]))
     *_, valkey = index.holder_masks(index.engines_at("127.0.0.1:1", "")[0], shared_tiers=True)
     assert index.index.masks(range(1, 6)) == [valkey] * 5
     assert index.index.live_holders == 1
@@ -91,15 +86,15 @@ def test_valkey_hints_survive_any_number_of_agent_restarts() -> None:
 
 def test_new_snapshot_of_the_same_process_replaces_its_valkey_hints() -> None:
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[FULL])], [ram([1], tier="valkey")]))
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[FULL])], [ram([2], tier="valkey")]))
+    synced(index, "a", [engine("e", groups=[FULL])], [ram([1], tier="valkey")])
+    synced(index, "a", [engine("e", groups=[FULL])], [ram([2], tier="valkey")])
     *_, valkey = index.holder_masks(index.engines_at("127.0.0.1:1", "")[0], shared_tiers=True)
     assert [bool(mask & valkey) for mask in index.index.masks([1, 2])] == [False, True]
 
 
 def test_lost_agent_is_dropped_after_its_grace_and_only_once() -> None:
     index = fleet()
-    synced(index, "a", part=EventsPart(0, [engine("e", groups=[FULL])], [ram([1]), ram([2], tier="valkey")]))
+    synced(index, "a", [engine("e", groups=[FULL])], [ram([1]), ram([2], tier="valkey")])
     index.lost("a", now=100.0)
     index.lost("a", now=103.0)
     assert index.expire(now=104.0, stale_seconds=5.0) == []
@@ -113,7 +108,7 @@ def test_lost_agent_is_dropped_after_its_grace_and_only_once() -> None:
 
 def test_engine_is_only_believed_from_its_own_nodes_agent() -> None:
     index = fleet()
-    synced(index, "b", part=EventsPart(0, [engine("e", groups=[FULL])], []))
+    synced(index, "b", [engine("e", groups=[FULL])], [])
     assert index.engines_at("127.0.0.1:1", "a") == []
     assert len(index.engines_at("127.0.0.1:1", "b")) == 1
     assert len(index.engines_at("127.0.0.1:1", "")) == 1

@@ -246,6 +246,27 @@ def test_models_of_all_endpoints_are_merged(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_models_are_only_told_to_those_whom_an_engine_would_tell(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path, engines=1) as fleet:
+            fleet.engines[0].api_key = "key"
+            for header, status in (("", 401), ("Bearer wrong", 401), ("Bearer key", 200)):
+                async with fleet.client.get(f"{fleet.url}/v1/models", headers={"Authorization": header}) as answer:
+                    assert answer.status == status
+
+    asyncio.run(run())
+
+
+def test_connections_to_engines_are_used_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path, engines=1, settings=SLOW_PROBES) as fleet:
+            for number in range(10):
+                await fleet.ask(prompt=[number], stream=number % 2 == 0)
+            assert len({id(received.client) for received in fleet.engines[0].received}) <= 2
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("headers", "salt_in_body", "trusted", "forwarded"),
     [
