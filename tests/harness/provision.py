@@ -111,7 +111,7 @@ def _provide_engine_and_models(cache: Path, environment: dict[str, str]) -> None
 
     def make(entry: Path) -> None:
         run_logged(
-            [python_of(engine_entry(cache)), "-W", "ignore", _MAKER, entry],
+            [python_of(engine_entry(cache)), "-P", "-W", "ignore", _MAKER, entry],
             log=LOGS / "provision-models.log",
             environment=without(environment, "PYTHONDONTWRITEBYTECODE", "PYTHONPATH") | {"HF_HUB_OFFLINE": "1"},
             what="making the test models",
