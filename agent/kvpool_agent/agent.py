@@ -9,6 +9,8 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from kvpool_agent.allocator import SlabAllocator
 from kvpool_agent.arena import Arena
 from kvpool_agent.checksums import Checksums
@@ -181,6 +183,7 @@ class Agent:
                     "state": engine.domain.state,
                     "domain": engine.domain.domain.hex(),
                     "reason": engine.domain.reason,
+                    "groups": [msgspec.structs.asdict(group) for group in engine.domain.groups],
                 }
                 for engine in self.registry.engines()
             ],
@@ -194,9 +197,7 @@ class Agent:
     def _build_tier(self) -> ValkeyTier | None:
         if self.config.valkey is None:
             return None
-        return ValkeyTier(
-            self.config.valkey, loop=self.loop, on_hint=self.feed.hint, registry=self.metrics.registry
-        )
+        return ValkeyTier(self.config.valkey, loop=self.loop, on_hint=self.feed.hint, registry=self.metrics.registry)
 
     def _build_lookup_services(self) -> LookupServices:
         return LookupServices(

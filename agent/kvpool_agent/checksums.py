@@ -96,7 +96,9 @@ class Checksums:
             slots.sort(key=lambda slot: not slot.flags & UNVERIFIED)
             self._scrub_queue.extend(slots)
         batch: list[Slot] = []
-        while self._scrub_queue and len(batch) < 16 and sum(slot.payload_bytes for slot in batch) < SCRUB_BYTES_PER_SECOND:
+        while (
+            self._scrub_queue and len(batch) < 16 and sum(slot.payload_bytes for slot in batch) < SCRUB_BYTES_PER_SECOND
+        ):
             slot = self._scrub_queue.popleft()
             if slot.state == READY:
                 batch.append(slot)

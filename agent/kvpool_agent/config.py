@@ -100,7 +100,9 @@ def load_config(path: Path) -> Config:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}: give --config a readable file") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}: give --config a readable file"
+        ) from error
     return parse_config(text)
 
 
@@ -150,7 +152,9 @@ def _allowed_keys(path: str) -> str:
     """Names of the keys allowed in the mapping at `path` ("" is the document)."""
     kind: object = Config
     for part in filter(None, re.split(r"\.|\[.*?\]", path)):
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(typing.cast(type[msgspec.Struct], kind))}
+        fields = {
+            field.encode_name: field.type for field in msgspec.structs.fields(typing.cast(type[msgspec.Struct], kind))
+        }
         kind = _struct_of(fields.get(part))
         if kind is None:
             return "(none)"
@@ -187,7 +191,9 @@ def _check_huge_pages(config: Config) -> str:
         return f"ram.huge_page_size: {size!r} is not supported: use 2Mi or 1Gi, or remove the key for 4 KiB pages"
     pages = HUGE_PAGE_SIZES[size]
     if pages and config.ram.capacity_bytes % pages:
-        return f"ram.huge_page_size: {size} does not divide ram.capacity {config.ram.capacity}: use a multiple of {size}"
+        return (
+            f"ram.huge_page_size: {size} does not divide ram.capacity {config.ram.capacity}: use a multiple of {size}"
+        )
     return ""
 
 

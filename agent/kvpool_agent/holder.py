@@ -148,7 +148,12 @@ class Holder:
         fds = arena.descriptors()
         peer.waiting = None if fds else rid
         state = HolderState(
-            rid, arena.arena_id, arena.capacity_bytes, arena.huge_page_bytes, arena.prefaulted_bytes, arena.table_fd is not None
+            rid,
+            arena.arena_id,
+            arena.capacity_bytes,
+            arena.huge_page_bytes,
+            arena.prefaulted_bytes,
+            arena.table_fd is not None,
         )
         self._send(peer, state, fds)
 
@@ -199,7 +204,9 @@ class Holder:
 
 def main() -> int:
     """Entry point: `python -m kvpool_agent.holder --socket PATH`."""
-    parser = argparse.ArgumentParser(prog="kvpool-holder", description="Keeps a node's arena alive across agent restarts.")
+    parser = argparse.ArgumentParser(
+        prog="kvpool-holder", description="Keeps a node's arena alive across agent restarts."
+    )
     parser.add_argument("--socket", type=Path, required=True, help="Unix socket to serve; its lock lies beside it")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     arguments = parser.parse_args()

@@ -50,7 +50,9 @@ class KeptArena:
             os.posix_fallocate(self.payload_fd, self.prefaulted_bytes, step)
         except OSError as error:
             done = f"{self.prefaulted_bytes} of {self.capacity_bytes} bytes"
-            hint = "reserve huge pages" if self.huge_page_bytes and error.errno == errno.ENOSPC else "lower ram.capacity"
+            hint = (
+                "reserve huge pages" if self.huge_page_bytes and error.errno == errno.ENOSPC else "lower ram.capacity"
+            )
             raise ArenaError(f"no memory for the arena after {done}: {error.strerror}: {hint}") from error
         self.prefaulted_bytes += step
         if self.complete:

@@ -219,7 +219,9 @@ class Lookup:
         fetches = self._services.fetches
         if fetches is None or self._message.private:
             return False
-        samples = [(group, number) for group in self._groups for number in {0, len(group.keys.hashes) - 1} if number >= 0]
+        samples = [
+            (group, number) for group in self._groups for number in {0, len(group.keys.hashes) - 1} if number >= 0
+        ]
         return any(fetches.tier.available(self._key(group, number)) for group, number in samples)
 
     def _key(self, group: _Group, number: int) -> BlockKey:

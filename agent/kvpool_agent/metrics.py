@@ -60,7 +60,9 @@ class AgentMetrics:
             registry=registry,
         )  # fmt: skip
         self.fetch_latency_seconds = Gauge(
-            "kvpool_agent_fetch_latency_seconds", "Moving average of the time to a fetch's first block", registry=registry
+            "kvpool_agent_fetch_latency_seconds",
+            "Moving average of the time to a fetch's first block",
+            registry=registry,
         )
         self.fetch_bytes_per_second = Gauge(
             "kvpool_agent_fetch_bytes_per_second", "Moving average of a fetch's throughput", registry=registry
@@ -76,9 +78,7 @@ class AgentMetrics:
         self.reserved_blocks = Counter(
             "kvpool_agent_reserved_blocks", "Keys offered for storing by answer", ["answer"], registry=registry
         )
-        self.stores = Counter(
-            "kvpool_agent_stores", "Store jobs that ended, by result", ["result"], registry=registry
-        )
+        self.stores = Counter("kvpool_agent_stores", "Store jobs that ended, by result", ["result"], registry=registry)
         self.stored_blocks = Counter("kvpool_agent_stored_blocks", "Blocks that became readable", registry=registry)
         self.valkey_writes = Counter(
             "kvpool_agent_valkey_writes", "Blocks offered to the Valkey tier by result", ["result"], registry=registry
@@ -90,7 +90,9 @@ class AgentMetrics:
             "kvpool_agent_protocol_errors", "Connections closed since the peer broke the protocol", ["reason"],
             registry=registry,
         )  # fmt: skip
-        self.engines = Gauge("kvpool_agent_engines", "Engines connected by state of their domain", ["state"], registry=registry)
+        self.engines = Gauge(
+            "kvpool_agent_engines", "Engines connected by state of their domain", ["state"], registry=registry
+        )
         self.subscribers = Gauge("kvpool_agent_event_subscribers", "Open event streams", registry=registry)
         self.subscribers_dropped = Counter(
             "kvpool_agent_event_subscribers_dropped", "Event streams closed since they were not read", registry=registry

@@ -44,7 +44,11 @@ class GroupBlocks:
     def without_valkey(self) -> GroupBlocks:
         """The same, as if Valkey held nothing."""
         return GroupBlocks(
-            self.tokens_per_block, self.window_blocks, self.payload_bytes, self.local_blocks, self.presence.translate(RAM_ONLY)
+            self.tokens_per_block,
+            self.window_blocks,
+            self.payload_bytes,
+            self.local_blocks,
+            self.presence.translate(RAM_ONLY),
         )
 
 
@@ -107,9 +111,7 @@ def _needed(group: GroupBlocks, boundary: int) -> range:
     return range(max(start, group.local_blocks), max(end, group.local_blocks))
 
 
-def limit_for_bytes(
-    groups: Sequence[GroupBlocks], cost: Callable[[int, int], int], allowance_bytes: int
-) -> int | None:
+def limit_for_bytes(groups: Sequence[GroupBlocks], cost: Callable[[int, int], int], allowance_bytes: int) -> int | None:
     """The boundary (tokens) up to which the needed blocks' costs stay within the allowance; None = no limit needed.
 
     cost(group number, block number) is what a block counts against the allowance. Costs of windowed groups count in full

@@ -102,9 +102,7 @@ class EngineRegistry:
             engine.workers.pop(hello.rank, None)
             owner = owner_of(hello.engine_id)
             lost = self._store.rank_lost(owner, hello.rank)
-            self._watch(
-                _key(hello), pidfd, lambda: self._store.rank_done(owner, hello.rank, hello.world_size, lost)
-            )
+            self._watch(_key(hello), pidfd, lambda: self._store.rank_done(owner, hello.rank, hello.world_size, lost))
         if any(key[0] == hello.engine_id for key in self._sessions):
             self.settle(engine)
         else:

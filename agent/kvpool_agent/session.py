@@ -75,9 +75,7 @@ log = logging.getLogger("kvpool.agent.session")
 class Session:
     """From the accepted connection to its end."""
 
-    def __init__(
-        self, agent: Agent, connection: Connection, number: int, on_ended: Callable[[Session], None]
-    ) -> None:
+    def __init__(self, agent: Agent, connection: Connection, number: int, on_ended: Callable[[Session], None]) -> None:
         self._agent = agent
         self._number = number
         self._on_ended = on_ended
@@ -163,7 +161,9 @@ class Session:
         version = choose_version(message.protocol_min, message.protocol_max)
         if version is None:
             theirs = f"{message.protocol_min} to {message.protocol_max}"
-            self._refuse(message, VERSION, "UnsupportedProtocol", f"no common protocol version with {theirs}: use one release")
+            self._refuse(
+                message, VERSION, "UnsupportedProtocol", f"no common protocol version with {theirs}: use one release"
+            )
         checks.check_hello(message)
         self._hello_timer.cancel()
         problem = self._agent.registry.mismatch(message)

@@ -191,7 +191,10 @@ class SlotPool:
             slot = cast("Slot | None", queue.victim())
             if slot is None:
                 continue
-            if best is None or (slot.recency, queue_class != class_bytes) < (best.recency, best.chunk.class_bytes != class_bytes):
+            if best is None or (slot.recency, queue_class != class_bytes) < (
+                best.recency,
+                best.chunk.class_bytes != class_bytes,
+            ):
                 best = slot
         return best
 

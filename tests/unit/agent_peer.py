@@ -116,7 +116,8 @@ class Node:
         """Start an agent; by default wait until it is ready."""
         log = self.folder / f"agent-{time.monotonic_ns()}.log"
         self.agent = Process("kvpool_agent", "--config", str(self.config_path), log=log)
-        started = wait_for(lambda: self.agent and self.agent.lines("admin API"), f"the admin API, see {log}")
+        agent = self.agent
+        started = wait_for(lambda: agent.lines("admin API"), f"the admin API, see {log}")
         self.port = int(str(started[0]["port"]))
         if wait:
             wait_for(self.is_ready, "readiness")
@@ -245,9 +246,7 @@ def hello(
     engine_id: str, role: str, rank: int = 0, world_size: int = 1, *, rid: int = 1, versions: tuple[int, int] = (1, 1)
 ) -> wire.Hello:
     """A greeting as the connector sends it."""
-    return wire.Hello(
-        rid, *versions, engine_id, role, rank, world_size, 0, "127.0.0.1:8000", ["tiny"], 16, "seed", ""
-    )
+    return wire.Hello(rid, *versions, engine_id, role, rank, world_size, 0, "127.0.0.1:8000", ["tiny"], 16, "seed", "")
 
 
 class Engine:
@@ -363,5 +362,3 @@ def payload_of(block_hash: bytes) -> bytes:
 def chain(seed: int, length: int) -> list[bytes]:
     """Block hashes of a made-up request."""
     return [seed.to_bytes(8, "big") + number.to_bytes(8, "big") + bytes(16) for number in range(1, length + 1)]
-
-

@@ -39,7 +39,9 @@ def test_stored_blocks_are_found_again_with_their_payload(engine: Engine) -> Non
     verdict = engine.prefetch("r", hashes)
     assert verdict.groups[0].states == bytes([wire.HIT]) * 8
     assert verdict.groups[0].tiers == bytes([wire.TIER_RAM]) * 8
-    for block_hash, slot, generation in zip(hashes, verdict.groups[0].slots, verdict.groups[0].generations, strict=True):
+    for block_hash, slot, generation in zip(
+        hashes, verdict.groups[0].slots, verdict.groups[0].generations, strict=True
+    ):
         assert engine.read(slot) == payload_of(block_hash)
         record = engine.record(slot)
         assert (record.state, record.generation, record.block_hash) == (READY, generation, block_hash)
@@ -191,7 +193,9 @@ def _frame(body: bytes) -> bytes:
 BAD_DOMAIN = wire.Reserve(1, 1, b"short", False, [])
 BAD_HASH = wire.Reserve(1, 1, b"d" * 16, False, [wire.StoreKey(0, b"short", b"", 0)])
 BAD_GROUP = wire.Reserve(1, 1, b"d" * 16, False, [wire.StoreKey(9, b"h" * 32, b"", 0)])
-TOO_MANY = wire.Reserve(1, 1, b"d" * 16, False, [wire.StoreKey(0, n.to_bytes(32, "big"), b"", 0) for n in range(65_537)])
+TOO_MANY = wire.Reserve(
+    1, 1, b"d" * 16, False, [wire.StoreKey(0, n.to_bytes(32, "big"), b"", 0) for n in range(65_537)]
+)
 TWICE = wire.Reserve(1, 1, b"d" * 16, False, [wire.StoreKey(0, b"h" * 32, b"", 0)] * 2)
 
 
@@ -272,7 +276,7 @@ def test_client_that_does_not_read_is_dropped(node: Node) -> None:
     before = node.counter("kvpool_agent_protocol_errors_total{reason=slow_reader}")
     files = [wire.FileKey(1, number, 3, 4, b"s" * 64) for number in range(10_000)]
     message = wire.encode(wire.FileDigests(1, files, []))
-    with pytest.raises(OSError, match="Broken pipe|reset"):
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
         for _ in range(200):
             engine.scheduler.socket.sendall(message)
     assert node.counter("kvpool_agent_protocol_errors_total{reason=slow_reader}") == before + 1

@@ -1,0 +1,192 @@
+"""The event stream: what a reader that applies it knows is what is there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool_agent.events import QUEUE_MAX_BYTES, EventHub, Scope, Subscriber
+from kvpool_agent.gpu_blocks import GpuBlocks
+from kvpool_agent.hints import ValkeyHints
+from kvpool_core import wire
+from kvpool_core.frames import FrameDecoder
+
+BOOT_ID = b"b" * 16
+SCOPES: list[Scope] = [("ram", "", b"d" * 16, 0), ("valkey", "", b"d" * 16, 0), ("gpu", "engine", b"", 1)]
+
+
+class Reader:
+    """Applies a stream as a router does."""
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        self._decoder = FrameDecoder()
+        self.present: set[tuple[Scope, int]] = set()
+        self.seq = 0
+        self.ready = False
+
+    async def catch_up(self) -> None:
+        while frame := await self._subscriber.next(0):
+            for body in self._decoder.feed(frame):
+                self._apply(wire.decode_stream_message(body))
+
+    def _apply(self, message: wire.StreamMessage) -> None:
+        match message:
+            case wire.EventsBegin(seq=seq):
+                self.seq = seq
+            case wire.EventsPart(blocks=blocks):
+                self.present |= {entry for block in blocks for entry in _entries(block)}
+            case wire.EventsReady():
+                self.ready = True
+            case wire.EventsDelta():
+                assert message.seq == self.seq + 1
+                self.seq = message.seq
+                for block in message.cleared:
+                    self.present = {entry for entry in self.present if entry[0] != _scope(block)}
+                for block in message.removed:
+                    self.present -= set(_entries(block))
+                for block in message.stored:
+                    self.present |= set(_entries(block))
+
+
+def _scope(block: wire.TierBlocks) -> Scope:
+    return block.tier, block.engine_id, block.domain, block.group
+
+
+def _entries(block: wire.TierBlocks) -> list[tuple[Scope, int]]:
+    return [(_scope(block), value) for value in block.hashes]
+
+
+_steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["stored", "removed"]), st.integers(0, 2), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["clear", "flush", "subscribe"]), st.integers(0, 2), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(_steps)
+def test_every_reader_knows_what_is_present_whenever_it_subscribed(steps: list[tuple[str, int, int]]) -> None:
+    async def scenario() -> None:
+        hub = EventHub(BOOT_ID, on_dirty=lambda: None)
+        present: set[tuple[Scope, int]] = set()
+        readers: list[Reader] = []
+        for action, number, value in steps:
+            scope = SCOPES[number]
+            if action == "stored":
+                present.add((scope, value))
+                hub.change(scope, value, stored=True)
+            elif action == "removed":
+                present.discard((scope, value))
+                hub.change(scope, value, stored=False)
+            elif action == "clear":
+                present = {entry for entry in present if entry[0] != scope}
+                hub.clear([scope])
+            elif action == "flush":
+                hub.flush()
+            else:
+                blocks = [(scope, [value for other, value in present if other == scope]) for scope in SCOPES]
+                subscriber = hub.subscribe([], blocks)
+                assert subscriber is not None
+                readers.append(Reader(subscriber))
+        hub.flush()
+        for reader in readers:
+            await reader.catch_up()
+            assert reader.ready
+            assert reader.present == present
+            assert reader.seq == hub.seq
+
+    asyncio.run(scenario())
+
+
+def test_reader_that_falls_behind_is_closed_not_served_with_a_gap() -> None:
+    async def scenario() -> None:
+        hub = EventHub(BOOT_ID, on_dirty=lambda: None)
+        slow, quick = hub.subscribe([], []), hub.subscribe([], [])
+        assert slow is not None
+        assert quick is not None
+        value = 0
+        while not slow.closed:
+            for _ in range(50_000):
+                value += 1
+                hub.change(SCOPES[0], (1 << 63) + value, stored=True)
+            hub.flush()
+            while await quick.next(0):
+                pass
+            assert value * 9 < 2 * QUEUE_MAX_BYTES
+        assert await slow.next(0) is None
+        assert not quick.closed
+        assert (len(hub), hub.overflows) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_engine_changes_travel_in_deltas() -> None:
+    async def scenario() -> None:
+        hub = EventHub(BOOT_ID, on_dirty=lambda: None)
+        subscriber = hub.subscribe([], [])
+        assert subscriber is not None
+        info = wire.EngineInfo("e", "127.0.0.1:1", 0, ["m"], 16, "seed", b"", [], True)
+        hub.engine(info)
+        hub.flush()
+        frames = FrameDecoder()
+        messages: list[wire.StreamMessage] = []
+        while frame := await subscriber.next(0):
+            messages += [wire.decode_stream_message(body) for body in frames.feed(frame)]
+        delta = messages[-1]
+        assert isinstance(delta, wire.EventsDelta)
+        assert delta.engines == [info]
+
+    asyncio.run(scenario())
+
+
+_events = st.lists(st.tuples(st.sampled_from("sssrrc"), st.integers(0, 1), st.integers(0, 3)), max_size=40)
+
+
+@given(_events, _events)
+def test_gpu_block_is_present_while_its_count_is_positive(
+    first: list[tuple[str, int, int]], second: list[tuple[str, int, int]]
+) -> None:
+    blocks = GpuBlocks()
+    counts: dict[tuple[int, int], int] = {}
+    told: set[tuple[int, int]] = set()
+    for events in (first, second):
+        for kind, group, value in events:
+            if kind == "c":
+                counts.clear()
+            else:
+                counts[group, value] = max(0, counts.get((group, value), 0) + (1 if kind == "s" else -1))
+        kinds = "".join(kind for kind, _group, _value in events)
+        for changes in blocks.apply(kinds, [event[1] for event in events], [event[2] for event in events]):
+            if changes.cleared:
+                told.clear()
+            for block, is_present in changes.blocks.items():
+                told.add(block) if is_present else told.discard(block)
+        expected = {block for block, count in counts.items() if count}
+        assert told == expected == set(blocks.present())
+
+
+def test_gpu_snapshot_replaces_what_was_known_and_reports_the_difference() -> None:
+    blocks = GpuBlocks()
+    blocks.apply("ss", [0, 0], [1, 2])
+    changes = blocks.replace([0, 0], [2, 3], [2, 1])
+    assert changes.blocks == {(0, 1): False, (0, 3): True}
+    assert [portion.blocks for portion in blocks.apply("r", [0], [2])] == [{}]  # one of two is left
+    assert [portion.blocks for portion in blocks.apply("r", [0], [2])] == [{(0, 2): False}]
+
+
+def test_hints_forget_the_oldest_beyond_their_limit() -> None:
+    hints = ValkeyHints(limit=2)
+    domain = b"d" * 16
+    assert hints.add(domain, 0, b"1") is None
+    assert hints.add(domain, 0, b"2") is None
+    assert hints.add(domain, 0, b"1") is None
+    assert hints.add(domain, 1, b"3") == (domain, 0, b"2")
+    assert dict(hints.by_place()) == {(domain, 0): [b"1"], (domain, 1): [b"3"]}
+    assert hints.remove(domain, 0, b"1")
+    assert not hints.remove(domain, 0, b"1")
+    assert hints.clear() == {(domain, 1)}
+    assert len(hints) == 0
