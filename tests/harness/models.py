@@ -86,14 +86,14 @@ def tiny_hybrid(vocabulary: int) -> Any:
 
 
 def demo_60m(vocabulary: int) -> Any:
-    """59 million parameters, 34 of them in the vocabulary: 3,000 cold tokens take seconds on one core, so that a load shows."""
+    """61 million parameters, 42 of them in the vocabulary: 3,000 cold tokens take 2 s with AVX-512 to 5 s without, on one core."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=8,
+        num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
@@ -108,7 +108,7 @@ MODELS = {
     "tiny-llama-b": Model(seed=2, vocabulary=512, build=tiny_llama),
     "tiny-one-layer": Model(seed=5, vocabulary=512, build=tiny_one_layer),
     "tiny-hybrid": Model(seed=3, vocabulary=512, build=tiny_hybrid),
-    "demo-60m": Model(seed=4, vocabulary=32768, build=demo_60m),
+    "demo-60m": Model(seed=4, vocabulary=40960, build=demo_60m),
 }
 
 
