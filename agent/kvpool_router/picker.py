@@ -168,8 +168,10 @@ class Picker:
 
     def choose(self, plan: Plan, *, now: float, without: Container[str] = ()) -> Route | None:
         """The route of a planned request, to none of the targets in `without`; None when there is no target."""
-        targets = {target.name: target for target in self._targets(plan.body.model)}
-        targets = {name: target for name, target in targets.items() if name not in without}
+        model = plan.body.model
+        endpoints, is_known = self.serving(model)
+        every = (target for endpoint in endpoints for target in self._targets_at(endpoint, model))
+        targets = {target.name: target for target in every if target.name not in without}
         if not targets:
             return None
         found = self._expected_blocks(plan, list(targets.values()), now)
@@ -182,7 +184,7 @@ class Picker:
         )
         target = targets[choice.score.target]
         chain = self._chain_of(plan, target)
-        reason = self._reason(plan, choice)
+        reason = _reason(plan, choice, is_known=is_known)
         return Route(target, reason, found, chain, plan.prompt_tokens, choice)
 
     def assume_held(self, route: Route, *, now: float) -> None:
@@ -199,13 +201,6 @@ class Picker:
             holder = self._speculative_holders.pop(name)
             self._speculative.forget(holder)
             self._fleet.index.retire(holder)
-
-    def _reason(self, plan: Plan, choice: Choice) -> str:
-        if choice.reason == SINGLE:
-            return SINGLE
-        if not self.serving(plan.body.model)[1]:
-            return UNKNOWN_MODEL
-        return plan.why_not or choice.reason
 
     def _expected_blocks(self, plan: Plan, targets: Sequence[Target], now: float) -> dict[str, TierBlockCount]:
         masks = {target.name: self._target_mask(target) for target in targets}
@@ -264,6 +259,14 @@ class Picker:
         chain = plan.chains.get(target.settings, [])
         scale = max(1, target.ref.block_tokens // target.settings.block_size)
         return chain if scale == 1 else chain[scale - 1 :: scale]
+
+
+def _reason(plan: Plan, choice: Choice, *, is_known: bool) -> str:
+    if choice.reason == SINGLE:
+        return SINGLE
+    if not is_known:
+        return UNKNOWN_MODEL
+    return plan.why_not or choice.reason
 
 
 def _chain_key(target: Target) -> tuple[HashSettings | None, int]:

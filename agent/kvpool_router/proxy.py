@@ -146,8 +146,7 @@ class CompletionRoute:
         charge = self._start(exchange.plan, route)
         try:
             answer = await self._open(exchange, route)
-            self._parts.book.first_byte(charge, now=time.monotonic())
-            self._parts.picker.assume_held(route, now=time.monotonic())
+            self._begun(route, charge)
             await self._relay(exchange, route, answer)
             return True
         except UpstreamError as error:
@@ -169,6 +168,13 @@ class CompletionRoute:
             now=time.monotonic(),
             prefill_seconds=left / measured if measured else None,
         )
+
+    def _begun(self, route: Route, charge: Charge) -> None:
+        """The first byte is there: the prompt is computed, and what was assumed holds for a while longer."""
+        now = time.monotonic()
+        self._parts.book.first_byte(charge, now=now)
+        if now - charge.started > self._parts.config.index.speculative_seconds / 2:
+            self._parts.picker.assume_held(route, now=now)
 
     async def _open(self, exchange: _Exchange, route: Route) -> UpstreamAnswer:
         rank = route.target.dp_rank
