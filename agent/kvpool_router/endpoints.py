@@ -1,6 +1,7 @@
 """The endpoints that exist, whether each is up, and which models it serves.
 
-Invariant: an endpoint is `up` only if its last contact succeeded, or too few probes in a row went unanswered.
+Invariant: an endpoint is `up` only if its last contact succeeded, or too few probes in a row went unanswered. One that
+went down for silence alone is `silent`: overloaded or hung, so it is used only while none is up.
 State only; probing is in `health.py`.
 """
 
@@ -29,6 +30,7 @@ class EndpointState:
 
     spec: EndpointSpec
     up: bool = False
+    silent: bool = False
     unanswered: int = 0
     problem: str = "not probed yet"
     models: dict[str, ModelCard] | None = None
@@ -68,20 +70,23 @@ class EndpointTable:
     def mark_up(self, state: EndpointState) -> bool:
         """A probe succeeded; True when the endpoint was down."""
         was_up = state.up
-        state.up, state.unanswered, state.problem = True, 0, ""
+        state.up, state.silent, state.unanswered, state.problem = True, False, 0, ""
         return not was_up
 
     def mark_down(self, state: EndpointState, problem: str) -> bool:
         """It refused, or said that it is not well; True when it was up."""
         was_up = state.up
-        state.up, state.problem = False, problem
+        state.up, state.silent, state.problem = False, False, problem
         return was_up
 
     def mark_unanswered(self, state: EndpointState, problem: str) -> bool:
         """A probe got no answer in time; True when that took the endpoint down."""
         state.unanswered += 1
-        return state.unanswered >= self._probe_failures and self.mark_down(state, problem)
+        if not state.up or state.unanswered < self._probe_failures:
+            return False
+        state.up, state.silent, state.problem = False, True, problem
+        return True
 
-    def any_up(self) -> bool:
+    def any_usable(self) -> bool:
         """Whether any request can be served."""
-        return any(state.up for state in self._endpoints.values())
+        return any(state.up or state.silent for state in self._endpoints.values())

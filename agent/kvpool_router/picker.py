@@ -104,7 +104,7 @@ class Picker:
     # --- targets ------------------------------------------------------------------------------------------------
 
     def serving(self, model: str) -> tuple[list[EndpointState], bool]:
-        """Endpoints that are up and serve `model`, and whether the model is known at all.
+        """Endpoints that are up and serve `model` (silent ones when none is), and whether the model is known at all.
 
         An unknown model goes to whoever is up: an engine's own answer says it best, or it was loaded just now. A model
         that only endpoints serve which are down goes to none.
@@ -112,8 +112,8 @@ class Picker:
         every = self._table.all()
         known = [endpoint for endpoint in every if self._serves(endpoint, model)]
         if known or not every:
-            return [endpoint for endpoint in known if endpoint.up], True
-        return [endpoint for endpoint in every if endpoint.up], False
+            return _usable(known), True
+        return _usable(every), False
 
     def _serves(self, endpoint: EndpointState, model: str) -> bool:
         if not model or endpoint.models is None or model in endpoint.models:
@@ -201,6 +201,9 @@ class Picker:
             holder = self._speculative_holders.pop(name)
             self._speculative.forget(holder)
             self._fleet.index.retire(holder)
+        for name in self._book.targets():
+            if name.split("#")[0] == endpoint.address:
+                self._book.forget(name)
 
     def _expected_blocks(self, plan: Plan, targets: Sequence[Target], now: float) -> dict[str, TierBlockCount]:
         masks = {target.name: self._target_mask(target) for target in targets}
@@ -259,6 +262,11 @@ class Picker:
         chain = plan.chains.get(target.settings, [])
         scale = max(1, target.ref.block_tokens // target.settings.block_size)
         return chain if scale == 1 else chain[scale - 1 :: scale]
+
+
+def _usable(endpoints: Sequence[EndpointState]) -> list[EndpointState]:
+    up = [endpoint for endpoint in endpoints if endpoint.up]
+    return up or [endpoint for endpoint in endpoints if endpoint.silent]
 
 
 def _reason(plan: Plan, choice: Choice, *, is_known: bool) -> str:

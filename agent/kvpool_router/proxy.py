@@ -212,7 +212,7 @@ class CompletionRoute:
     async def _failed(self, exchange: _Exchange, route: Route, error: UpstreamError) -> None:
         """An engine gave no answer: never again for this request, but once where no other is left and it is well."""
         endpoint, name = route.target.endpoint, route.target.name
-        log.warning("endpoint failed a request", extra=fields(endpoint=name, detail=str(error)))
+        log.debug("endpoint failed a request", extra=fields(endpoint=name, detail=str(error)))
         exchange.cause = error.cause
         exchange.tried.add(name)
         if error.cause == REFUSED:
@@ -289,7 +289,7 @@ def build_app(parts: ProxyParts) -> Starlette:
     """The proxy's application."""
 
     async def health(_: Request) -> Response:
-        return Response(status_code=200 if parts.table.any_up() else 503)
+        return Response(status_code=200 if parts.table.any_usable() else 503)
 
     async def models(request: Request) -> Response:
         return await _merged_models(parts, request.headers.get("authorization"))
@@ -309,7 +309,7 @@ def build_app(parts: ProxyParts) -> Starlette:
 
 async def _merged_models(parts: ProxyParts, authorization: str | None) -> Response:
     """What all ready endpoints tell this client that they serve, each model once."""
-    ready = [endpoint for endpoint in parts.table.all() if endpoint.up]
+    ready = [endpoint for endpoint in parts.table.all() if endpoint.up or endpoint.silent]
     answers = await asyncio.gather(*(parts.health.ask_models(endpoint, authorization) for endpoint in ready))
     told = [models for _, models in answers if models is not None]
     if told:

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import aiohttp
 from prometheus_client import CollectorRegistry
@@ -36,6 +37,7 @@ _KEEPALIVE_SECONDS = 3.0
 _TIDY_SECONDS = 0.01
 """Between two shards of a sweep: a whole round takes about 3 s."""
 _IDLE_SECONDS = 0.5
+_AFTER_BUG_SECONDS = 1.0
 
 
 class Router:
@@ -78,12 +80,12 @@ class Router:
             tokens=TokenSource(self.session, self.config.tokenization),
             speculative=self.speculative,
         )
-        self._spawn("endpoints", self._follow_endpoints())
+        self._spawn("endpoints", self._follow_endpoints)
         await self._endpoints_known.wait()
         await asyncio.gather(*(self.health.probe(endpoint) for endpoint in self.table.all()))
         for agent in self.config.agents:
-            self._spawn(f"agent {agent.name}", self._subscription(agent.name, agent.url, agent.token_file).run())
-        self._spawn("index-upkeep", self._keep_index())
+            self._spawn(f"agent {agent.name}", self._subscription(agent.name, agent.url, agent.token_file).run)
+        self._spawn("index-upkeep", self._keep_index)
 
     async def stop(self) -> None:
         """End all tasks and connections."""
@@ -109,7 +111,7 @@ class Router:
         """Why no traffic should come here, "" when it should."""
         if self.draining:
             return "draining"
-        return "" if self.table.any_up() else "no endpoint is up"
+        return "" if self.table.any_usable() else "no endpoint is up"
 
     def refresh_gauges(self) -> None:
         """Bring the gauges that are read on demand up to date."""
@@ -118,6 +120,8 @@ class Router:
         self.metrics.index_evicted.inc(index.evicted - self._evicted_seen)
         self._evicted_seen = index.evicted
         now = time.monotonic()
+        for gauge in (self.metrics.queued_tokens, self.metrics.running_requests, self.metrics.prefill_rate):
+            gauge.clear()
         for target in self.book.targets():
             self.metrics.queued_tokens.labels(target).set(self.book.queued_tokens(target, now=now))
             self.metrics.running_requests.labels(target).set(self.book.running(target))
@@ -125,8 +129,8 @@ class Router:
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
-    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
-        self._tasks[name] = asyncio.create_task(work, name=name)
+    def _spawn(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        self._tasks[name] = asyncio.create_task(_again_and_again(name, work), name=name)
 
     def _subscription(self, name: str, url: str, token_file: str) -> AgentSubscription:
         return AgentSubscription(
@@ -144,7 +148,7 @@ class Router:
             for endpoint in gone:
                 self._drop(endpoint)
             for endpoint in new:
-                self._spawn(f"endpoint {endpoint.address}", self.health.watch(endpoint))
+                self._spawn(f"endpoint {endpoint.address}", partial(self.health.watch, endpoint))
             self._endpoints_known.set()
             log.info("endpoints changed", extra=fields(new=len(new), gone=len(gone)))
 
@@ -153,7 +157,7 @@ class Router:
         if task is not None:
             task.cancel()
         self.picker.forget(endpoint)
-        self.metrics.endpoint_up.remove(endpoint.address)
+        self.metrics.endpoint_up.remove_by_labels({"endpoint": endpoint.address})
 
     async def _keep_index(self) -> None:
         """Drop what lost agents told, and clean the index of retired holders."""
@@ -162,3 +166,14 @@ class Router:
                 log.warning("agent is gone: its entries were dropped", extra=fields(agent=agent))
             self.fleet.index.sweep()
             await asyncio.sleep(_TIDY_SECONDS if self.fleet.index.needs_sweep else _IDLE_SECONDS)
+
+
+async def _again_and_again(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run a task's work; begin anew after an error that it did not expect, so that one bug does not blind the router."""
+    while True:
+        try:
+            await work()
+            return
+        except Exception:
+            log.exception("task failed and begins anew", extra=fields(task=name))
+            await asyncio.sleep(_AFTER_BUG_SECONDS)

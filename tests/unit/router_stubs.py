@@ -103,6 +103,8 @@ class StubEngine:
         self.tokenize_gate = asyncio.Event()
         self.tokenize_gate.set()
         self.tokenize_requests: list[dict[str, Any]] = []
+        self.health_gate = asyncio.Event()
+        self.health_gate.set()
         self.healthy = True
         self.api_key = ""
         self.break_before_first_byte = False
@@ -136,6 +138,7 @@ class StubEngine:
             self._runner = None
 
     async def _health(self, _: web.Request) -> web.Response:
+        await self.health_gate.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

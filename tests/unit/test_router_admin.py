@@ -61,7 +61,7 @@ def test_router_without_a_ready_endpoint_is_not_ready(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, engines=1) as fleet:
             await fleet.engines[0].stop()
-            await until(lambda: not fleet.router.table.any_up())
+            await until(lambda: not fleet.router.table.any_usable())
             assert (await fleet.admin("GET", "/readyz", token="")).status == 503
             assert (await fleet.admin("GET", "/healthz", token="")).status == 200
 

@@ -202,10 +202,10 @@ def test_endpoint_that_comes_back_serves_again(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, engines=1) as fleet:
             await fleet.engines[0].stop()
-            await until(lambda: not fleet.router.table.any_up())
+            await until(lambda: not fleet.router.table.any_usable())
             assert (await fleet.ask(prompt="x")).status == 503
             await fleet.engines[0].start()
-            await until(fleet.router.table.any_up)
+            await until(fleet.router.table.any_usable)
             assert (await fleet.ask(prompt="x")).status == 200
 
     asyncio.run(run())
@@ -218,6 +218,24 @@ def test_unwell_endpoint_gets_no_requests(tmp_path: Path) -> None:
             await until(lambda: not fleet.router.table.all()[0].up)
             for number in range(4):
                 assert fleet.chosen(await fleet.ask(prompt=f"{number}{LONG}")) == 1
+
+    asyncio.run(run())
+
+
+def test_silent_endpoint_is_used_only_while_none_is_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        probes = {"timeouts": {"probe_interval_seconds": 0.02, "probe_seconds": 0.05, "probe_failures": 2}}
+        async with running_fleet(tmp_path, settings=probes) as fleet:
+            first, second = fleet.engines
+            first.health_gate.clear()
+            await until(lambda: fleet.router.table.all()[0].silent)
+            for number in range(4):
+                assert fleet.chosen(await fleet.ask(prompt=f"{number}{LONG}")) == 1
+            await second.stop()
+            answer = await fleet.ask(prompt=LONG)
+            assert (answer.status, fleet.chosen(answer)) == (200, 0)
+            first.health_gate.set()
+            await until(lambda: fleet.router.table.all()[0].up)
 
     asyncio.run(run())
 
