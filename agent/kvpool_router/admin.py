@@ -105,7 +105,8 @@ def _endpoint(router: Router, endpoint: EndpointState) -> dict[str, object]:
         "up": endpoint.up,
         "problem": endpoint.problem,
         "models": sorted(endpoint.models or {}),
-        "running": sum(router.book.running(target) for target in _targets(router, endpoint)),
+        "silent": endpoint.silent,
+        "running": sum(map(router.book.running, router.book.targets_at(endpoint.address))),
         "engines": [
             {
                 "engine_id": ref.info.engine_id,
@@ -119,11 +120,6 @@ def _endpoint(router: Router, endpoint: EndpointState) -> dict[str, object]:
             for ref in refs
         ],
     }
-
-
-def _targets(router: Router, endpoint: EndpointState) -> list[str]:
-    """What the endpoint's load is booked under: its address, with the DP rank where there are several."""
-    return [target for target in router.book.targets() if target.split("#")[0] == endpoint.address]
 
 
 def _index(router: Router) -> dict[str, object]:

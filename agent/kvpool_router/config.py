@@ -95,8 +95,8 @@ class Tokenization(_Section, frozen=True, kw_only=True):
 
     base_seconds: float = 0.1
     """More than a busy API server needs for a short prompt (a few milliseconds)."""
-    per_thousand_chars_seconds: float = 0.002
-    """Several times what Hugging Face's fast tokenizers need."""
+    per_thousand_chars_seconds: float = 0.02
+    """Ten times what fast tokenizers need: a prompt of that size takes longer still to prefill."""
     max_seconds: float = 2.0
     """Beyond, knowing the prefix hardly pays for the wait."""
     cache_tokens: int = 2_000_000

@@ -56,6 +56,10 @@ class LoadBook:
         """Every target that was ever charged or asked for."""
         return list(self._targets)
 
+    def targets_at(self, address: str) -> list[str]:
+        """Those of one endpoint: its address, followed by "#" and the DP rank where there are several."""
+        return [target for target in self._targets if target.partition("#")[0] == address]
+
     def queued_tokens(self, target: str, *, now: float) -> int:
         """Prompt tokens in flight whose answer has not begun."""
         self._settle(now)

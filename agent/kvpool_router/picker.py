@@ -162,7 +162,7 @@ class Picker:
         return await self._tokens.fetch(prompt, endpoints, authorization=authorization)
 
     def _running_at(self, endpoint: EndpointState) -> int:
-        return sum(self._book.running(target.name) for target in self._targets_at(endpoint, ""))
+        return sum(map(self._book.running, self._book.targets_at(endpoint.address)))
 
     # --- choosing -----------------------------------------------------------------------------------------------
 
@@ -196,14 +196,13 @@ class Picker:
 
     def forget(self, endpoint: EndpointState) -> None:
         """The endpoint is gone for good."""
-        names = [name for name in self._speculative_holders if name.split("#")[0] == endpoint.address]
+        names = [name for name in self._speculative_holders if name.partition("#")[0] == endpoint.address]
         for name in names:
             holder = self._speculative_holders.pop(name)
             self._speculative.forget(holder)
             self._fleet.index.retire(holder)
-        for name in self._book.targets():
-            if name.split("#")[0] == endpoint.address:
-                self._book.forget(name)
+        for name in self._book.targets_at(endpoint.address):
+            self._book.forget(name)
 
     def _expected_blocks(self, plan: Plan, targets: Sequence[Target], now: float) -> dict[str, TierBlockCount]:
         masks = {target.name: self._target_mask(target) for target in targets}

@@ -98,6 +98,7 @@ def test_endpoints_and_index_tell_what_is_known(tmp_path: Path) -> None:
             fleet.agents[0].publish(stored=[gpu("engine-0", [1, 2, 3]), tier("valkey", [1, 2])])
             await until(lambda: len(fleet.router.fleet.index) == 3)
             first = _json(await fleet.admin("GET", "/v1/endpoints"))[0]
+            assert (first["running"], first["silent"]) == (0, False)
             assert (first["up"], first["models"], first["engines"][0]["gpu_blocks"]) == (True, ["model"], 3)
             index = _json(await fleet.admin("GET", "/v1/index"))
             assert index["entries"] == 3
