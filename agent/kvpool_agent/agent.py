@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -76,6 +77,7 @@ class Agent:
     def take_over(self, takeover: Takeover) -> None:
         """Carry a former agent's blocks over; before `start`."""
         adopted = self.store.adopt(takeover)
+        self.checksums.take_over()
         lost = len(takeover.ready) - adopted + takeover.dropped
         fates = {"kept": adopted, "quarantined": len(takeover.quarantined), "dropped": lost}
         for fate, count in fates.items():
@@ -98,6 +100,8 @@ class Agent:
         """End everything; queued writes to Valkey get `flush_seconds`."""
         self.store.accepting = False
         self.registry.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.checksums.flush(), flush_seconds)
         if self.fetches is not None:
             await self.fetches.stop()
         if self.tier is not None:

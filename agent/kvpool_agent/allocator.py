@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 CLASS_STEP_BYTES = 4096
 """Classes are multiples of a page: aligned copies, and few enough classes."""
@@ -61,6 +62,7 @@ def class_size(payload_bytes: int) -> int:
     return -(-payload_bytes // CLASS_STEP_BYTES) * CLASS_STEP_BYTES
 
 
+@lru_cache(maxsize=256)
 def span_slabs(class_bytes: int, slab_bytes: int) -> int:
     """Slabs in a span of a class: the fewest with little waste, else those with the least; 0 = too large for a span."""
     best, best_waste = 0, 1.0
@@ -87,6 +89,11 @@ class SlabAllocator:
         self._free_slabs = list(range(self.slabs))  # a heap: low slabs first keeps long runs free
         self._open: dict[int, dict[int, _Span]] = {}
         self.used_bytes = 0
+
+    @property
+    def slots_numbered(self) -> int:
+        """Slot numbers below this have been in use."""
+        return self._next_slot
 
     def fits(self, payload_bytes: int) -> bool:
         """Whether a payload of this size can ever have a place here."""

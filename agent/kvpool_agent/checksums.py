@@ -25,6 +25,9 @@ SCRUB_BYTES_PER_SECOND = 8 << 20
 """The slow scrub reads 64 GiB in about two hours and costs a thousandth of a core."""
 UNVERIFIED_BYTES_PER_SECOND = 256 << 20
 """After a take-over the arena is verified faster, since each block is verified before its first hit anyway."""
+SCRUB_BATCH_BYTES = 4 << 20
+SCRUB_LOOKS = 256
+"""Slots looked at for one batch of the scrub: bounds its time on the loop."""
 
 log = logging.getLogger("kvpool.agent.checksums")
 
@@ -47,12 +50,17 @@ class Checksums:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
         self._committed: deque[Slot] = deque()
         self._wake = asyncio.Event()
-        self._scrub_queue: deque[Slot] = deque()
+        self._unverified: deque[Slot] = deque()
+        self._cursor = -1
 
     def enqueue(self, slots: Sequence[Slot]) -> None:
         """These blocks were committed."""
         self._committed.extend(slots)
         self._wake.set()
+
+    def take_over(self) -> None:
+        """Begin the scrub with the slots that a former agent left."""
+        self._unverified.extend(slot for slot in self._store.pool.slots() if slot.flags & UNVERIFIED)
 
     @property
     def waiting(self) -> int:
@@ -61,7 +69,7 @@ class Checksums:
 
     async def verify(self, slots: Sequence[Slot], *, where: str) -> None:
         """Afterwards each slot is verified or dropped."""
-        for batch in _batches(deque(slots)):
+        for batch in _batches(deque(dict.fromkeys(slots))):
             for slot, checksum in await self._hash(batch):
                 self._judge(slot, checksum, where)
 
@@ -70,11 +78,15 @@ class Checksums:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._committed:
-                batch = next(_batches(self._committed))
-                for slot, checksum in await self._hash(batch):
-                    self._store.set_checksum(slot, checksum)
-                    self._on_checksummed(slot)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Checksum what is committed by now: without one, a block does not outlive this process."""
+        while self._committed:
+            batch = next(_batches(self._committed))
+            for slot, checksum in await self._hash(batch):
+                self._store.set_checksum(slot, checksum)
+                self._on_checksummed(slot)
 
     async def run_scrub(self) -> None:
         """Verify everything in turn, slowly, for ever; what was taken over first."""
@@ -91,20 +103,27 @@ class Checksums:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _next_to_scrub(self) -> list[Slot]:
-        if not self._scrub_queue:
-            slots = [slot for slot in self._store.pool.slots() if slot.flags & CHECKSUM_VALID]
-            slots.sort(key=lambda slot: not slot.flags & UNVERIFIED)
-            self._scrub_queue.extend(slots)
+        """A batch of the slots taken over, then of all slots in turn; short, also when few slots are in use."""
         batch: list[Slot] = []
-        while (
-            self._scrub_queue and len(batch) < 16 and sum(slot.payload_bytes for slot in batch) < SCRUB_BYTES_PER_SECOND
-        ):
-            slot = self._scrub_queue.popleft()
-            if slot.state == READY:
+        size = 0
+        looks = len(self._unverified) or self._store.pool.allocator.slots_numbered
+        for _ in range(min(looks, SCRUB_LOOKS)):
+            slot = self._unverified.popleft() if self._unverified else self._next_in_turn()
+            if slot is not None and slot.state == READY and slot.flags & CHECKSUM_VALID:
                 batch.append(slot)
+                size += slot.payload_bytes
+            if size >= SCRUB_BATCH_BYTES:
+                break
         return batch
 
+    def _next_in_turn(self) -> Slot | None:
+        pool = self._store.pool
+        self._cursor = (self._cursor + 1) % max(1, pool.allocator.slots_numbered)
+        return pool.at(self._cursor)
+
     def _judge(self, slot: Slot, checksum: int, where: str) -> None:
+        if slot.state != READY:
+            return
         if checksum == slot.checksum:
             self._store.set_checksum(slot, checksum)
             return

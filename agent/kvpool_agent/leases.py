@@ -58,8 +58,7 @@ class LeaseBook:
         if slots:
             self._leases[key] = Lease([], until_ns)
             heapq.heappush(self._ends, (until_ns, key))
-            for slot in slots:
-                self._cover(key, slot, until_ns)
+            self._cover(key, slots, until_ns)
         if former is not None:
             self._end(engine, former)
 
@@ -72,7 +71,7 @@ class LeaseBook:
             return
         lease.until_ns = max(lease.until_ns, until_ns)
         heapq.heappush(self._ends, (lease.until_ns, key))
-        self._cover(key, slot, lease.until_ns)
+        self._cover(key, [slot], lease.until_ns)
 
     def release(self, engine: str, request: str) -> None:
         """The request reads nothing any more."""
@@ -91,17 +90,24 @@ class LeaseBook:
                 ended += 1
         return ended
 
-    def _cover(self, key: LeaseKey, slot: Slot, until_ns: int) -> None:
+    def _cover(self, key: LeaseKey, slots: Sequence[Slot], until_ns: int) -> None:
+        """The hot path of a lookup: thousands of slots at a time."""
         engine = key[0]
-        self._leases[key].slots.append(slot)
-        slot.holds += 1
         counts = self._by_engine.setdefault(engine, {})
-        counts[slot.index] = counts.get(slot.index, 0) + 1
-        if counts[slot.index] == 1:
-            self._bytes[engine] = self._bytes.get(engine, 0) + slot.chunk.class_bytes
-        if until_ns > slot.lease_until_ns:
-            slot.lease_until_ns = until_ns
-            self._writer.lease(slot.index, until_ns)
+        write_lease = self._writer.lease
+        added_bytes = 0
+        for slot in slots:
+            index = slot.index
+            count = counts.get(index, 0)
+            counts[index] = count + 1
+            if not count:
+                added_bytes += slot.chunk.class_bytes
+            slot.holds += 1
+            if until_ns > slot.lease_until_ns:
+                slot.lease_until_ns = until_ns
+                write_lease(index, until_ns)
+        self._leases[key].slots.extend(slots)
+        self._bytes[engine] = self._bytes.get(engine, 0) + added_bytes
 
     def _end(self, engine: str, lease: Lease) -> None:
         counts = self._by_engine[engine]

@@ -163,14 +163,16 @@ class Lookup:
                 known = group.in_valkey.get(number) if self._use_valkey else None
                 presence.append(otherwise if known is None else VALKEY if known else ABSENT)
             else:
-                presence.append(self._presence_of(slot))
+                presence.append(self._presence_of(slot, group.layout.payload_bytes))
         group.slots = slots
         layout = group.layout
         return GroupBlocks(
             layout.tokens_per_block, layout.window_blocks, layout.payload_bytes, keys.local_blocks, bytes(presence)
         )
 
-    def _presence_of(self, slot: Slot) -> int:
+    def _presence_of(self, slot: Slot, payload_bytes: int) -> int:
+        if slot.payload_bytes != payload_bytes:
+            return ABSENT  # stored by an engine that misnamed its domain: of no use to this one
         if slot.state == READY:
             if slot.flags & UNVERIFIED_FLAG:
                 return UNVERIFIED if self._may_verify else ABSENT

@@ -235,7 +235,7 @@ class SlotStore:
     def adopt(self, takeover: Takeover) -> int:
         """Carry a former agent's slots over; returns how many blocks live on. Call once, before anything else."""
         for index, generation in takeover.generations.items():
-            self.pool.writer.generation(index, generation)
+            self.pool.writer.generation(index, generation + 1)  # of those that live on, the record is written next
         adopted = sum(self._adopt_ready(index, record) for index, record in takeover.ready)
         for index, record in takeover.quarantined:
             self._adopt_quarantined(index, record)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_agent.__main__ import main
 from kvpool_core import wire
 from kvpool_core.slot_table import CHECKSUM_VALID, QUARANTINED, READY, UNVERIFIED
-from tests.unit.agent_peer import Engine, Node, Process, chain, payload_of, running_node, wait_for
+from tests.unit.agent_peer import Engine, Node, chain, payload_of, running_node, wait_for
 
 LEASES = "lease_seconds: 5\nwrite_lease_seconds: 5\n"
 FAILURES = "kvpool_agent_checksum_failures_total{where=takeover}"
@@ -28,12 +29,6 @@ def _store(engine: Engine, hashes: list[bytes]) -> wire.Reserved:
     reserved = engine.store(1, hashes)
     wait_for(lambda: engine.record(reserved.slots[-1]).flags & CHECKSUM_VALID, "the checksums")
     return reserved
-
-
-def _restart(node: Node) -> None:
-    assert node.agent is not None
-    node.agent.stop(signal.SIGKILL)
-    node.start_agent()
 
 
 @dataclass(frozen=True)
@@ -123,35 +118,23 @@ def test_slots_of_an_engine_that_never_comes_back_are_free_when_the_write_lease_
     assert record.generation > killed.abandoned.generations[1]
 
 
-def test_holder_that_was_replaced_gets_the_arena_from_the_living_agent(node: Node) -> None:
+def test_replaced_holder_gets_the_arena_from_the_living_agent_and_gives_it_to_the_next(node: Node) -> None:
     engine = Engine(node)
     hashes = chain(7, 2)
     engine.store(10, hashes)
+    first = node.agent
     assert node.holder is not None
+    assert first is not None
     node.holder.stop(signal.SIGKILL)
     wait_for(lambda: engine.hits("without holder", hashes) == 2, "the blocks")
     assert node.is_ready()
     holder = node.start_holder()
     wait_for(lambda: holder.lines("took an arena from a living agent"), "the arena in the holder's hands")
-    engine.close()
-    _restart(node)
-    again = Engine(node)
-    assert again.hits("r", hashes) == 2
-    again.close()
-
-
-def test_second_agent_waits_and_takes_over_when_the_first_ends(node: Node) -> None:
-    engine = Engine(node)
-    hashes = chain(6, 2)
-    engine.store(20, hashes)
-    wait_for(lambda: engine.hits("warm", hashes) == 2, "the blocks")
-    engine.close()
-    first = node.agent
     second = node.start_agent(wait=False)
-    wait_for(lambda: second.lines("waiting for the lock"), "the second agent")
+    wait_for(lambda: second.lines("waiting for the lock"), "the second agent waits for the first to end")
     assert node.get("/readyz")[0] == 503
-    assert first is not None
     assert first.stop() == 0
+    engine.close()
     wait_for(node.is_ready, "the second agent's readiness")
     again = Engine(node)
     assert again.hits("r", hashes) == 2
@@ -182,9 +165,9 @@ def test_agent_waits_for_its_holder_and_says_so_once(tmp_path: Path) -> None:
         node.stop()
 
 
-def test_wrong_configuration_ends_the_agent_with_a_message(tmp_path: Path) -> None:
+def test_wrong_configuration_ends_the_agent_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = Node(tmp_path, extra="lease_secconds: 5\n")
-    agent = Process("kvpool_agent", "--config", str(node.config_path), log=tmp_path / "log")
-    wait_for(lambda: not agent.running, "its end")
-    assert agent.stop() == 2
-    assert "lease_secconds: unknown key" in agent.log.read_text()
+    assert main(["--config", str(node.config_path)]) == 2
+    assert "lease_secconds: unknown key" in capsys.readouterr().err
+    node.configure()
+    assert main(["--config", str(node.config_path), "--check"]) == 0

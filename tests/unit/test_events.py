@@ -108,15 +108,16 @@ def test_reader_that_falls_behind_is_closed_not_served_with_a_gap() -> None:
         slow, quick = hub.subscribe([], []), hub.subscribe([], [])
         assert slow is not None
         assert quick is not None
-        value = 0
+        rounds = 0
         while not slow.closed:
-            for _ in range(50_000):
-                value += 1
-                hub.change(SCOPES[0], (1 << 63) + value, stored=True)
+            rounds += 1
+            engines = [wire.EngineInfo(f"e{n}", "x" * 400_000, 0, [], 16, "", b"", [], True) for n in range(20)]
+            for info in engines:
+                hub.engine(info)
             hub.flush()
             while await quick.next(0):
                 pass
-            assert value * 9 < 2 * QUEUE_MAX_BYTES
+            assert rounds * 20 * 400_000 < 2 * QUEUE_MAX_BYTES
         assert await slow.next(0) is None
         assert not quick.closed
         assert (len(hub), hub.overflows) == (1, 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -291,7 +292,7 @@ class StoreMachine(RuleBasedStateMachine):
             slot.index: (slot.chunk.offset, slot.chunk.offset + slot.payload_bytes) for slot in self.store.pool.slots()
         }
         spans = sorted(in_use.values())
-        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+        assert all(first[1] <= second[0] for first, second in pairwise(spans))
         for writing in self.jobs.values():
             for slot, generation, offset, size in writing.ranges:
                 assert in_use.get(slot) == (offset, offset + size), "a slot was reused under its writer"
@@ -323,7 +324,9 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestStore.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 # --- single behaviours ------------------------------------------------------------------------------------------------
