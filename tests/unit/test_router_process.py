@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -12,7 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
+from kvpool_router.__main__ import main
 from tests.unit.router_stubs import TOKEN, StubAgent, StubEngine, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,13 +114,27 @@ async def _refuses(address: str) -> None:
     await trying
 
 
-def test_wrong_configuration_exits_2_and_says_what_to_do(tmp_path: Path) -> None:
-    async def run() -> None:
-        file = tmp_path / "router.yaml"
-        file.write_text("admin: {token_file: /t}\nendpoints: []\nshards: 3\n")
-        process = await _start(file)
-        _, told = await asyncio.wait_for(process.communicate(), 20)
-        assert process.returncode == 2
-        assert "unknown key `shards`" in told.decode()
+def test_wrong_configuration_exits_2_and_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("admin: {token_file: /t}\nendpoints: []\nshards: 3\n")
+    assert main(["--config", str(file)]) == 2
+    assert "unknown key `shards`" in capsys.readouterr().err
 
-    asyncio.run(run())
+
+def test_check_only_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, token = tmp_path / "router.yaml", tmp_path / "token"
+    file.write_text(f"admin: {{token_file: {token}}}\nendpoints: []\n")
+    assert main(["--config", str(file), "--check"]) == 2
+    assert "admin.token_file" in capsys.readouterr().err
+    token.write_text("t")
+    assert main(["--config", str(file), "--check"]) == 0
+
+
+def test_taken_port_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, token = tmp_path / "router.yaml", tmp_path / "token"
+    token.write_text("t")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file.write_text(f"listen: {{port: {port}}}\nadmin: {{token_file: {token}}}\nendpoints: []\n")
+        assert main(["--config", str(file)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
