@@ -5,6 +5,7 @@ Invariant: every process started here is waited for, by its own handle, before i
 
 from __future__ import annotations
 
+import http.client
 import json
 import mmap
 import os
@@ -181,6 +182,63 @@ def running_node(folder: Path, *, extra: str = "", capacity: str = "64Mi") -> It
         yield node
     finally:
         node.stop()
+
+
+class EventStream:
+    """A reader of /v1/events that applies what it reads."""
+
+    def __init__(self, node: Node) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=DEADLINE_SECONDS)
+        self._connection.request("GET", "/v1/events", headers={"Authorization": f"Bearer {TOKEN}"})
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+        self._decoder = FrameDecoder()
+        self._blocks: dict[tuple[str, str, bytes, int], set[int]] = {}
+        self.engines: dict[str, wire.EngineInfo] = {}
+        self.boot_id = b""
+        self.seq = 0
+
+    def present(self, scope: tuple[str, str, bytes, int]) -> set[int]:
+        """Short hashes present in (tier, engine id, domain, group)."""
+        return self._blocks.get(scope, set())
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Read on until the condition holds."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"waited for {what}"
+            data = self._response.read1(1 << 16)
+            assert data, "the stream ended"
+            for body in self._decoder.feed(data):
+                self._apply(wire.decode_stream_message(body))
+
+    def _apply(self, message: wire.StreamMessage) -> None:
+        if isinstance(message, wire.EventsBegin):
+            self.boot_id, self.seq = message.boot_id, message.seq
+        elif isinstance(message, wire.EventsPart):
+            self._add(message.engines, message.blocks)
+        elif isinstance(message, wire.EventsDelta):
+            assert (message.boot_id, message.seq) == (self.boot_id, self.seq + 1)
+            self.seq = message.seq
+            for block in message.cleared:
+                self._blocks.pop(_scope_of(block), None)
+            for block in message.removed:
+                self._blocks.setdefault(_scope_of(block), set()).difference_update(block.hashes)
+            self._add(message.engines, message.stored)
+
+    def _add(self, engines: list[wire.EngineInfo], blocks: list[wire.TierBlocks]) -> None:
+        self.engines.update({engine.engine_id: engine for engine in engines})
+        for block in blocks:
+            self._blocks.setdefault(_scope_of(block), set()).update(block.hashes)
+
+    def close(self) -> None:
+        """End it."""
+        self._response.close()
+        self._connection.close()
+
+
+def _scope_of(block: wire.TierBlocks) -> tuple[str, str, bytes, int]:
+    return block.tier, block.engine_id, block.domain, block.group
 
 
 class Peer:

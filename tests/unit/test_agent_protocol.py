@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool_core import wire
+from kvpool_core.block_hash import short_hash
 from kvpool_core.slot_table import CHECKSUM_VALID, QUARANTINED, READY, WRITING
-from tests.unit.agent_peer import Engine, Node, Peer, chain, hello, payload_of, running_node, wait_for
+from tests.unit.agent_peer import Engine, EventStream, Node, Peer, chain, hello, payload_of, running_node, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,57 @@ def test_lookup_by_file_version_returns_what_was_taught(engine: Engine) -> None:
     engine.workers[0].send(wire.FileDigests(51, files, []))
     engine.scheduler.receive(wire.FileDigests, rid=50)
     assert engine.workers[0].receive(wire.FileDigests, rid=51).digests == [b"d" * 16, b""]
+
+
+def test_leases_of_an_engine_end_at_its_share_of_the_arena_and_the_rest_is_a_miss(engine: Engine) -> None:
+    hashes = chain(50, 300)  # 16 MiB, a quarter of the arena, are 256 blocks
+    engine.store(1, hashes)
+    verdict = engine.prefetch("first", hashes).groups[0]
+    assert verdict.states == bytes([wire.HIT] * 256 + [wire.MISS] * 44)
+    again = engine.prefetch("shares the leased prefix", hashes[:256]).groups[0]
+    assert again.states == bytes([wire.HIT]) * 256
+    assert engine.prefetch("more", hashes[:257]).groups[0].states[-1] == wire.MISS
+    engine.scheduler.send(wire.Release(0, ["first", "shares the leased prefix", "more"]))
+
+
+def test_hybrid_model_needs_of_a_windowed_group_only_the_window(node: Node) -> None:
+    layouts = [wire.GroupLayout(0, 64 << 10, 16, 0), wire.GroupLayout(1, 32 << 10, 16, 2)]
+    engine = Engine(node, "hybrid", layouts=layouts)
+    full, window = chain(51, 6), chain(52, 6)
+    worker = engine.workers[0]
+    keys = [wire.StoreKey(0, block_hash, b"", number) for number, block_hash in enumerate(full)]
+    keys += [wire.StoreKey(1, window[number], b"", number) for number in (0, 1, 2, 3, 5)]
+    worker.send(wire.Reserve(1, 1, engine.domain, False, keys))
+    assert worker.receive(wire.Reserved).kinds == bytes([wire.SLOT]) * 11
+    worker.send(wire.Ack(0, 1))
+    assert engine.reserve(2, []).kinds == b""
+    groups = [wire.GroupKeys(0, full, 1), wire.GroupKeys(1, window, 0)]
+    engine.scheduler.send(wire.Prefetch(7, "r", engine.domain, False, groups, 0.0))
+    verdict = engine.scheduler.receive(wire.Verdict, rid=7)
+    hit, miss, local = wire.HIT, wire.MISS, wire.LOCAL
+    assert verdict.final
+    assert list(verdict.groups[0].states) == [local, hit, hit, hit, miss, miss]  # the window before 5 and 6 has a hole
+    assert list(verdict.groups[1].states) == [miss, miss, hit, hit, miss, miss]
+    engine.close()
+
+
+def test_event_stream_tells_engines_arena_and_gpu(engine: Engine, node: Node) -> None:
+    hashes = chain(53, 3)
+    stream = EventStream(node)
+    engine.scheduler.send(wire.GpuEvents(0, "ssr", [0, 0, 0], [1, 2, 1]))
+    engine.store(1, hashes)
+    gpu, ram = ("gpu", engine.engine_id, b"", 0), ("ram", "", engine.domain, 0)
+    stream.until(lambda: stream.present(gpu) == {2}, "the GPU's block")
+    stream.until(lambda: stream.present(ram) >= {short_hash(value) for value in hashes}, "the arena's blocks")
+    late = EventStream(node)
+    late.until(lambda: late.present(gpu) == {2} and late.present(ram) == stream.present(ram), "the snapshot")
+    assert late.engines[engine.engine_id].domain == engine.domain
+    assert late.boot_id == engine.boot_id
+    engine.scheduler.close()
+    stream.until(lambda: not stream.present(gpu) and not stream.engines[engine.engine_id].connected, "the GPU's end")
+    engine.scheduler = engine.connect("scheduler", 0)
+    stream.close()
+    late.close()
 
 
 # --- peers that misbehave ---------------------------------------------------------------------------------------------
