@@ -36,7 +36,7 @@ test: lint verify test-unit test-engine ## All checks: lint, verify, unit and en
 
 .PHONY: test-unit
 test-unit: venv ## Unit tests: no network, no root, under 60 s
-	$(PYTEST) tests/unit --timeout=60 --durations=5
+	$(PYTEST) tests/unit --timeout=60 --durations=5 --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 .PHONY: test-engine
 test-engine: provision ## Tests with real vLLM engines and real Valkey processes
