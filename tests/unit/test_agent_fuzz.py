@@ -77,7 +77,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield running
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
 @given(messages=st.lists(_messages, max_size=8), role=st.sampled_from(["scheduler", "worker"]), known=st.booleans())
 def test_no_message_harms_the_agent(node: Node, messages: list[wire.Message], role: str, known: bool) -> None:
     peer = Peer(node.socket_path)

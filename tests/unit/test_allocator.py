@@ -73,7 +73,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
