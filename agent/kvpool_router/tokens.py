@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from kvpool_router.config import Tokenization
 from kvpool_router.endpoints import EndpointState
 from kvpool_router.request_body import RenderedPrompt
 from kvpool_router.upstream import sendable
+
+log = logging.getLogger(__name__)
 
 
 class _Answer(msgspec.Struct):
@@ -61,6 +64,7 @@ class TokenSource:
         self._session = session
         self._settings = settings
         self._cache = TokenCache(settings.cache_tokens)
+        self._late = False
 
     def deadline_seconds(self, chars: int) -> float:
         """How long a prompt of this size may take."""
@@ -82,10 +86,21 @@ class TokenSource:
             async with asyncio.timeout(self.deadline_seconds(prompt.chars)):
                 tokens = await self._ask_each(prompt, endpoints, authorization)
         except TimeoutError:
-            return None
+            tokens = None
+        self._tell(is_late=tokens is None)
         if tokens is not None:
             self._cache.put(key, tokens)
         return tokens
+
+    def _tell(self, *, is_late: bool) -> None:
+        """One line when tokens begin to be missing, and one when they come again."""
+        if is_late == self._late:
+            return
+        self._late = is_late
+        if is_late:
+            log.warning("no tokens in time from any engine: such requests go by load")
+        else:
+            log.info("tokens come in time again")
 
     async def _ask_each(
         self, prompt: RenderedPrompt, endpoints: Sequence[EndpointState], authorization: str | None

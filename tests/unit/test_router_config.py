@@ -34,7 +34,7 @@ def test_whole_file_is_understood() -> None:
 def test_defaults_make_a_working_router() -> None:
     config = parse_config(MINIMAL)
     assert config.listen.port == 8080
-    assert config.tokenization.base_seconds == 0.1
+    assert config.tokenization.base_seconds == 0.25
 
 
 @pytest.mark.parametrize(

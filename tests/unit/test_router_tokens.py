@@ -39,8 +39,8 @@ def test_deadline_grows_with_the_prompt_up_to_a_bound() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             source = TokenSource(session, Tokenization())
-            assert 0.1 <= source.deadline_seconds(100) < 0.11
-            assert 0.15 < source.deadline_seconds(3_000) < source.deadline_seconds(30_000) < 1.0
-            assert source.deadline_seconds(10**9) == 2.0
+            assert 0.25 <= source.deadline_seconds(100) < 0.27
+            assert 0.5 < source.deadline_seconds(3_000) < source.deadline_seconds(10_000) < 3.0
+            assert source.deadline_seconds(10**9) == 3.0
 
     asyncio.run(run())
