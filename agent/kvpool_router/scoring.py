@@ -36,10 +36,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A candidate's score. `seconds` is the expected time to first token; `left_tokens` are to be prefilled."""
+    """A candidate's score. `seconds` is the expected time to first token; `left_tokens` are to be prefilled.
+
+    work_seconds: what prefilling those and loading the rest costs at everybody's mean rate, without any queue.
+    """
 
     target: str
     seconds: float
+    work_seconds: float
     left_tokens: int
     local_tokens: int
     hot: bool
@@ -74,8 +78,7 @@ def choose(
     close = _close_to(best, scores, prompt_tokens=prompt_tokens, weights=weights)
     owners = [score for score in close if _is_owner(score, prompt_tokens, weights)]
     if owners:
-        most = min(owners, key=lambda score: (score.seconds, -_rendezvous(affinity_key, score.target)))
-        return Choice(most, PREFIX, scores)
+        return Choice(min(owners, key=lambda score: _owner_key(score, affinity_key)), PREFIX, scores)
     if len(close) > 1:
         return Choice(max(close, key=lambda score: _rendezvous(affinity_key, score.target)), AFFINITY, scores)
     return Choice(best, PREFIX if best.left_tokens < prompt_tokens else LOAD, scores)
@@ -87,24 +90,22 @@ def score_all(candidates: Sequence[Candidate], *, prompt_tokens: int, weights: S
     default = fmean(measured) if measured else weights.default_tokens_per_second
     hot = _hot_targets(candidates, weights)
     return tuple(
-        _score(candidate, candidate.tokens_per_second or default, candidate.target in hot, prompt_tokens, weights)
-        for candidate in candidates
+        _score(candidate, default, candidate.target in hot, prompt_tokens, weights) for candidate in candidates
     )
 
 
-def _score(candidate: Candidate, rate: float, hot: bool, prompt_tokens: int, weights: Scoring) -> Score:
+def _score(candidate: Candidate, mean_rate: float, hot: bool, prompt_tokens: int, weights: Scoring) -> Score:
     blocks, size = candidate.blocks, candidate.block_tokens
     local = min((blocks.gpu + blocks.ram) * size, prompt_tokens)
     if hot and local < weights.own_fraction * prompt_tokens:
         blocks = NO_BLOCKS
     left = max(prompt_tokens - blocks.total * size, min(prompt_tokens, 1))
-    seconds = (
-        (left + candidate.queued_tokens) / rate
-        + blocks.ram * size * weights.ram_seconds_per_token
-        + blocks.valkey * size * weights.valkey_seconds_per_token
-        + candidate.running * weights.running_seconds
+    load_seconds = size * (
+        blocks.ram * weights.ram_seconds_per_token + blocks.valkey * weights.valkey_seconds_per_token
     )
-    return Score(candidate.target, seconds, left, local, hot, rate)
+    rate = candidate.tokens_per_second or mean_rate
+    seconds = (left + candidate.queued_tokens) / rate + load_seconds + candidate.running * weights.running_seconds
+    return Score(candidate.target, seconds, left / mean_rate + load_seconds, left, local, hot, rate)
 
 
 def _hot_targets(candidates: Sequence[Candidate], weights: Scoring) -> frozenset[str]:
@@ -125,6 +126,11 @@ def _close_to(best: Score, scores: Sequence[Score], *, prompt_tokens: int, weigh
     cold_seconds = prompt_tokens / best.tokens_per_second
     limit = best.seconds + max(weights.close_seconds, weights.close_fraction * cold_seconds)
     return [score for score in scores if score.seconds <= limit]
+
+
+def _owner_key(score: Score, affinity_key: bytes) -> tuple[float, float, int]:
+    """Least work first: measured rates are too noisy to send a turn from a GPU that holds it to one that loads it."""
+    return round(score.work_seconds, 3), score.seconds, -_rendezvous(affinity_key, score.target)
 
 
 def _is_owner(score: Score, prompt_tokens: int, weights: Scoring) -> bool:

@@ -37,6 +37,19 @@ def test_holder_wins_at_any_prefill_rate(rate: float) -> None:
     assert pick(other, holder).score.target == "b"
 
 
+@pytest.mark.parametrize(("mine", "others"), [(500.0, 700.0), (3_000.0, 5_000.0), (0.0, 700.0)])
+def test_noise_in_measured_rates_does_not_move_a_conversation(mine: float, others: float) -> None:
+    holder = Candidate("b", mine, blocks=TierBlockCount(gpu=90), block_tokens=SIZE)
+    for blocks in (TierBlockCount(ram=90), TierBlockCount(valkey=90), TierBlockCount(gpu=5, ram=85)):
+        assert pick(Candidate("a", others, blocks=blocks, block_tokens=SIZE), holder).score.target == "b"
+
+
+def test_busier_of_two_equal_holders_is_avoided() -> None:
+    blocks = TierBlockCount(gpu=90)
+    busy = Candidate("a", queued_tokens=100, running=1, blocks=blocks, block_tokens=SIZE)
+    assert pick(busy, Candidate("b", blocks=blocks, block_tokens=SIZE)).score.target == "b"
+
+
 def test_unrelated_prompt_avoids_the_endpoint_with_a_cold_prompt_in_flight() -> None:
     busy = Candidate("a", queued_tokens=3_000, running=1)
     idle = Candidate("b")
