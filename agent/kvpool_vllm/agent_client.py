@@ -31,6 +31,7 @@ BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_LAST_SECONDS = 2.0
 MAX_QUEUED_BYTES = 32 * 1024 * 1024
 """What an agent that does not read may leave queued; beyond it the connection is given up."""
+IDLE_SECONDS = 0.25
 _READ_BYTES = 256 * 1024
 
 
@@ -45,6 +46,9 @@ class Peer(Protocol):
 
     def on_message(self, message: wire.AgentMessage) -> None:
         """A pushed message or an answer that no `request` waits for."""
+
+    def on_idle(self) -> None:
+        """Nothing was received for IDLE_SECONDS; the connection stands."""
 
     def on_disconnected(self) -> None:
         """The connection is gone; every answer not yet received is lost."""
@@ -182,7 +186,10 @@ class AgentClient:
                     if self._socket is None:
                         raise ProtocolError(f"{self._queued_bytes} bytes queued: the agent does not read")
                 selector.modify(sock, wanted)
-                for key, events in selector.select():
+                ready = selector.select(IDLE_SECONDS)
+                if not ready:
+                    self._peer.on_idle()
+                for key, events in ready:
                     if key.fd == self._wake_read:
                         with suppress(BlockingIOError):
                             os.read(self._wake_read, 4096)

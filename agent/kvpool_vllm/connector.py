@@ -175,6 +175,8 @@ class KvpoolConnector(OffloadingConnector):
 
     @guarded(_nothing)
     def _build_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
+        if self._scheduler_setup is not None:
+            self._scheduler_setup.step_began()
         self._manager.rate.step_began(scheduler_output.total_num_scheduled_tokens, time.monotonic())
         return super().build_connector_meta(scheduler_output)
 
@@ -231,7 +233,7 @@ class KvpoolConnector(OffloadingConnector):
         if setup is None:
             return None
         self._manager.rate.step_ended(time.monotonic())
-        setup.report_gpu_blocks()
+        setup.step_ends()
         stats = super().get_kv_connector_stats() or metrics.Stats()
         assert isinstance(stats, metrics.Stats)
         report = self._manager.report()

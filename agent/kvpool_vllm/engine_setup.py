@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -83,6 +84,7 @@ class SchedulerSetup:
         self._identification = Identification(config, kv_cache, seed=self._greeting.seed)
         self._manager = KvpoolManager(self._settings, self._identification, self.gpu_blocks)
         self._link: SchedulerLink | None = None
+        self._is_stepping = False
 
     def make_manager(self) -> KvpoolManager:
         """For the spec."""
@@ -104,22 +106,30 @@ class SchedulerSetup:
             lambda: self._greeting.hello("scheduler"),
             on_verdict=self._manager.on_verdict,
             held=self._manager.held,
+            on_greeted=self.gpu_blocks.ask_for_snapshot,
+            on_idle=self._report_while_idle,
         )
         self._manager.use(link, groups)
         self._link = link
         link.client.start()
         self._identification.start(link.publish, ask=link.ask_digests, teach=link.teach_digests)
 
-    def report_gpu_blocks(self) -> None:
+    def step_began(self) -> None:
+        """The engine is about to change its cache."""
+        self._is_stepping = True
+
+    def step_ends(self) -> None:
         """On the engine's thread, just before vLLM drains its events."""
+        self._report(is_quiet=lambda: True)
+        self._is_stepping = False
+
+    def _report_while_idle(self) -> None:
+        self._report(is_quiet=lambda: not self._is_stepping and not self._manager.has_requests)
+
+    def _report(self, *, is_quiet: Callable[[], bool]) -> None:
         link = self._link
-        if link is None or not link.client.connected:
-            return
-        if link.is_snapshot_wanted:
-            link.is_snapshot_wanted = False
-            link.client.send(self.gpu_blocks.snapshot(0))
-        elif (events := self.gpu_blocks.new_events(0)) is not None:
-            link.client.send(events)
+        if link is not None and link.client.connected:
+            self.gpu_blocks.report(link.client.send, is_quiet=is_quiet)
 
     def close(self) -> None:
         """End the connection."""

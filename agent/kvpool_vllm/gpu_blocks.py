@@ -1,11 +1,14 @@
 """The blocks in the engine's own cache, told to the agent: events as they happen, a snapshot after each connect.
 
-Invariant: read on the engine's thread just before vLLM drains its event queue, so that snapshot and events never cross.
+vLLM drains its event queue once a step; this reads the queue just before that, and now and then while the engine idles (a
+reset of its cache is an event that no step follows). Invariant: each event is told once and in order, a snapshot and the
+events around it never cross: everything is read and sent under one lock, snapshots only while nothing can be cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -27,6 +30,24 @@ class GpuBlocks:
         self._pool: BlockPool | None = None
         self._seen: list[KVCacheEvent] = []
         self._seen_count = 0
+        self._lock = threading.Lock()
+        self._is_snapshot_due = False
+
+    def ask_for_snapshot(self) -> None:
+        """The agent knows nothing of this cache yet."""
+        self._is_snapshot_due = True
+
+    def report(self, send: Callable[[wire.Message], bool], *, is_quiet: Callable[[], bool]) -> None:
+        """Send what the agent has not heard. `is_quiet`: whether no step can change the cache at this moment."""
+        with self._lock:
+            if not self._is_snapshot_due:
+                events = self._new_events()
+                if events is not None:
+                    send(events)
+            elif is_quiet():
+                snapshot = self._snapshot()
+                if is_quiet():
+                    self._is_snapshot_due = not send(snapshot)
 
     def bind(self, pool: BlockPool) -> None:
         """The pool exists now."""
@@ -43,7 +64,7 @@ class GpuBlocks:
             held += 1
         return held
 
-    def snapshot(self, rid: int) -> wire.GpuSnapshot:
+    def _snapshot(self) -> wire.GpuSnapshot:
         """All cached blocks with the number of physical blocks of each; pending events are part of it already."""
         groups: list[int] = []
         hashes: list[int] = []
@@ -54,9 +75,9 @@ class GpuBlocks:
                 groups.append(int.from_bytes(key[HASH_BYTES:], "big"))
                 hashes.append(short_hash(key[:HASH_BYTES]))
                 counts.append(len(blocks) if isinstance(blocks, dict) else 1)
-        return wire.GpuSnapshot(rid, groups, hashes, counts)
+        return wire.GpuSnapshot(0, groups, hashes, counts)
 
-    def new_events(self, rid: int) -> wire.GpuEvents | None:
+    def _new_events(self) -> wire.GpuEvents | None:
         """Events since the last call, None when there are none."""
         if self._pool is None:
             return None
@@ -71,7 +92,7 @@ class GpuBlocks:
                 kinds.append(kind)
                 groups.append(group)
                 hashes.append(number)
-        return wire.GpuEvents(rid, "".join(kinds), groups, hashes) if kinds else None
+        return wire.GpuEvents(0, "".join(kinds), groups, hashes) if kinds else None
 
     def _mark_seen(self, pending: list[KVCacheEvent]) -> None:
         self._seen, self._seen_count = pending, len(pending)

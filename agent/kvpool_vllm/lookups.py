@@ -12,9 +12,27 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvpool_core import wire
 from kvpool_vllm.arena_view import Placement
+from kvpool_vllm.settings import Settings
 
 LEASE_MARGIN_SECONDS = 0.5
 """A lease that ends sooner than this is asked for anew rather than relied upon."""
+
+VERDICT_SHARE = 0.05
+VERDICT_LONGEST_SECONDS = 0.5
+"""An agent on a busy node may answer late: up to 5 % of what recomputing takes, half a second at most, is worth the wait."""
+FETCH_SHARE = 0.8
+PENDING_GRACE_SECONDS = 0.1
+"""Beyond the agent's own limit for a fetch (0.8 of recomputing), before the engine stops waiting by itself."""
+
+
+def patience_for(recompute_seconds: float | None, settings: Settings) -> tuple[float, float]:
+    """Seconds to wait for a first verdict, and for everything; None: the engine's prefill rate is not known yet."""
+    if recompute_seconds is None:
+        return settings.verdict_deadline_seconds, settings.pending_deadline_seconds
+    share = min(VERDICT_SHARE * recompute_seconds, VERDICT_LONGEST_SECONDS)
+    verdict = max(settings.verdict_deadline_seconds, share)
+    pending = min(settings.pending_deadline_seconds, FETCH_SHARE * recompute_seconds + PENDING_GRACE_SECONDS)
+    return verdict, max(verdict, pending)
 
 
 @dataclass(slots=True)

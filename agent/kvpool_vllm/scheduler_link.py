@@ -28,15 +28,18 @@ class SchedulerLink:
         *,
         on_verdict: Callable[[wire.Verdict], None],
         held: Callable[[], list[tuple[str, int, int]]],
+        on_greeted: Callable[[], None],
+        on_idle: Callable[[], None],
     ) -> None:
         self._make_hello = make_hello
         self._on_verdict = on_verdict
         self._held = held
+        self._on_greeted = on_greeted
+        self._on_idle = on_idle
         self._registration: wire.RegisterScheduler | None = None
         self.arena_id = b""
         self.domain = b""
         self.refusal = ""
-        self.is_snapshot_wanted = False
         self.session = 0
         self.client = AgentClient(socket_path, self, name="scheduler")
 
@@ -69,7 +72,7 @@ class SchedulerLink:
             os.close(descriptor)
         held = self._held() if welcome.arena_id == self.arena_id else []
         self.arena_id = welcome.arena_id
-        self.is_snapshot_wanted = True
+        self._on_greeted()
         first: list[wire.Message] = [self._announcement(held)]
         if self._registration is not None:
             first.append(self._registration)
@@ -83,7 +86,11 @@ class SchedulerLink:
             self._take_domain(message)
         elif isinstance(message, wire.Reannounce):
             self.client.send(self._announcement(self._held()))
-            self.is_snapshot_wanted = True
+            self._on_greeted()
+
+    def on_idle(self) -> None:
+        """Nothing was received for a moment."""
+        self._on_idle()
 
     def on_disconnected(self) -> None:
         """Without an agent nothing is looked up or offered."""

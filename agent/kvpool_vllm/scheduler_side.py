@@ -27,7 +27,7 @@ from kvpool_core.block_hash import HASH_BYTES
 from kvpool_vllm import metrics
 from kvpool_vllm.gpu_blocks import GpuBlocks
 from kvpool_vllm.identification import Identification
-from kvpool_vllm.lookups import Lookup, Patience
+from kvpool_vllm.lookups import Lookup, Patience, patience_for
 from kvpool_vllm.prefill_rate import PrefillRate
 from kvpool_vllm.scheduler_link import SchedulerLink
 from kvpool_vllm.settings import Settings
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvpool")
-
-PENDING_GRACE_SECONDS = 0.1
-"""Beyond the agent's own limit for a fetch (0.8 of recomputing), before the engine stops waiting by itself."""
-FETCH_SHARE = 0.8
 
 
 class GroupKeying:
@@ -92,6 +88,11 @@ class KvpoolManager(OffloadingManager):
         """A request entered the queue: ask for its blocks at once."""
         self._requests[request.request_id] = request
         self.ensure_asked(request)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is in the engine, so that a step may come at any moment."""
+        return bool(self._requests)
 
     def ensure_asked(self, request: Request) -> None:
         """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold."""
@@ -245,11 +246,11 @@ class KvpoolManager(OffloadingManager):
             for g, keys in enumerate(groups)
             for i, block_hash in enumerate(keys.hashes)
         }
-        rate, limit = self.rate.tokens_per_second, self._settings.pending_deadline_seconds
-        patience = min(limit, FETCH_SHARE * missing_tokens / rate + PENDING_GRACE_SECONDS) if rate else limit
-        deadline = now + self._settings.verdict_deadline_seconds
-        pending = max(deadline, now + patience)
-        return Lookup(rid, request_id, deadline, pending, index, self.link.arena_id, self.link.session)
+        rate, settings = self.rate.tokens_per_second, self._settings
+        verdict_seconds, pending_seconds = patience_for(missing_tokens / rate if rate else None, settings)
+        return Lookup(
+            rid, request_id, now + verdict_seconds, now + pending_seconds, index, self.link.arena_id, self.link.session
+        )
 
     def _is_orphaned(self, lookup: Lookup) -> bool:
         """Whether the rest of an answer was lost with the connection."""

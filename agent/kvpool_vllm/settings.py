@@ -35,7 +35,7 @@ class Settings:
     endpoint: str = ""
     """`ip:port` under which the router reaches this engine; empty: the engine is not offered to routers."""
     verdict_deadline_seconds: float = 0.05
-    """Without a verdict for this long a lookup is a miss: recomputing a block takes about as long."""
+    """Without a verdict for this long (or 5 % of the time to recompute, if that is longer) a lookup is a miss."""
     verdicts_missed_before_pause: int = 3
     pause_seconds: float = 5.0
     """After that many missed verdicts in a row nothing is asked for this long: a hung agent must not cost every request."""

@@ -85,6 +85,9 @@ class WorkerLink:
         if isinstance(message, wire.Reannounce):
             self.client.send(wire.Announce(self.client.next_id(), [], [], []))
 
+    def on_idle(self) -> None:
+        """Workers have nothing to say by themselves."""
+
     def on_disconnected(self) -> None:
         """Copies into the lost agent's slots stop at the next block."""
         self.epoch += 1

@@ -29,7 +29,6 @@ PROMPTS = 3
 PROMPT_TOKENS = 3_005
 """No multiple of the block size: an engine's own cache never covers the last token, a tier may."""
 ANSWER_TOKENS = 64
-SHARED_TOKENS = 10 * BLOCK_SIZE
 LOADED_SHARE = 0.9
 SPEEDUP = 3.0
 SETTLE_SECONDS = 30.0
@@ -81,14 +80,15 @@ class Demo:
     def run(self) -> None:
         """All steps, in order."""
         a, b = self._stack.engines
-        for step, run in (
+        steps: tuple[tuple[str, Callable[[], list[Measured]]], ...] = (
             ("cold", lambda: self._each(a, self._references.cold)),
             ("ram", lambda: self._each(a, self._references.cached, before=a.reset_own_cache)),
             ("valkey", lambda: self._each(b, self._references.cached)),
             ("restarted", self._restarted),
             ("follow_up", self._follow_up),
             ("unrelated", self._unrelated_while_busy),
-        ):
+        )
+        for step, run in steps:
             say(f"step {step}")
             row = Row(step, run())
             self.rows.append(row)
@@ -126,22 +126,29 @@ class Demo:
         a = self._stack.engines[0]
         measured = []
         for i, (text, reference) in enumerate(zip(self._unrelated, self._references.unrelated, strict=True)):
-            prompt = self._prompts[i][:SHARED_TOKENS] + make_text(2_000 + i, PROMPT_TOKENS - SHARED_TOKENS)
+            prompt = self._cold_prompt_for(a, first_seed=2_000 + 100 * i)
             with ThreadPoolExecutor(1) as background:
                 cold = background.submit(a.complete_timed, prompt, max_tokens=1, url=self._stack.router.url)
                 a.program.wait_until(self._is_busy, seconds=10.0, what="cold prompt running")
                 measured.append(self._measure(None, text, reference))
-            where = self._node_of.get(routed_endpoint(cold.result().route), "?")
-            if where != "node-a":
-                raise ProgramError(f"the cold prompt with a's prefix went to {where}: {cold.result().route}")
+                if cold.done():
+                    raise ProgramError("the cold prompt was computed before the unrelated one was answered")
+            if routed_endpoint(cold.result().route) != a.endpoint:
+                raise ProgramError(f"the cold prompt went elsewhere: {cold.result().route}")
         return measured
 
-    def _is_busy(self) -> bool:
-        return self._stack.engines[0].metric("vllm:num_requests_running") + self._in_router() > 0
+    def _cold_prompt_for(self, engine: Engine, *, first_seed: int) -> str:
+        """A prompt that nobody holds and that the router, which spreads such prompts by their hash, gives to `engine`."""
+        for seed in range(first_seed, first_seed + 100):
+            prompt = make_text(seed, PROMPT_TOKENS)
+            if self._stack.router.explain(engine.body(prompt, max_tokens=1))["endpoint"] == engine.endpoint:
+                return prompt
+        raise ProgramError(f"the router gives no cold prompt to {engine.endpoint}")
 
-    def _in_router(self) -> float:
-        endpoints = self._stack.router.get("/v1/endpoints")["endpoints"]
-        return float(sum(e.get("in_flight", 0) for e in endpoints))
+    def _is_busy(self) -> bool:
+        """Whether the router has sent a request to engine a that has not ended."""
+        running = {e["endpoint"]: e["running"] for e in self._stack.router.get("/v1/endpoints")}
+        return bool(running[self._stack.engines[0].endpoint])
 
     # --- measuring ------------------------------------------------------------------------------------------------
 
@@ -155,7 +162,7 @@ class Demo:
         after = loaded_tokens(chosen)
         loaded = {tier: int(after[tier] - before[endpoint][tier]) for tier in after}
         equal = timed.answer == reference
-        return Measured(timed.ttft_seconds, timed.prompt_tokens, loaded, self._node_of[endpoint], equal)
+        return Measured(timed.ttft_seconds, timed.prompt_tokens, loaded, self._node_of[endpoint], equal, timed.route)
 
     def _settle(self) -> None:
         """Wait until nothing is being stored or written to Valkey."""
@@ -170,18 +177,20 @@ class Demo:
     def _check(self, row: Row) -> None:
         tier = {"ram": "ram", "restarted": "ram", "valkey": "valkey"}.get(row.step)
         whole = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
-        if not row.answer_equal:
-            row.problems.append("an answer differs from the engine's without the connector")
-        if tier is not None and any(m.loaded_tokens[tier] < LOADED_SHARE * whole for m in row.measured):
-            row.problems.append(f"less than {LOADED_SHARE:.0%} of the prompt's whole blocks came from {tier}")
-        if row.step == "ram" and row.ttft_seconds * SPEEDUP > self.rows[0].ttft_seconds:
-            row.problems.append(f"time to first token is more than 1/{SPEEDUP:g} of the cold one")
-        if row.step == "follow_up" and row.node != "node-a":
-            row.problems.append("the next turn did not go to the holder of its prefix")
-        if row.step == "follow_up" and any(m.loaded_tokens["gpu"] < LOADED_SHARE * whole for m in row.measured):
-            row.problems.append("the next turn did not find its prefix in the engine's own cache")
-        if row.step == "unrelated" and row.node != "node-b":
-            row.problems.append("the unrelated prompt did not go to the idle engine")
+        row.expect(row.answer_equal, "an answer differs from the engine's without the connector")
+        enough = LOADED_SHARE * whole
+        if tier is not None:
+            loaded = all(m.loaded_tokens[tier] >= enough for m in row.measured)
+            row.expect(loaded, f"less than {LOADED_SHARE:.0%} of the prompt's whole blocks came from {tier}")
+        if row.step == "ram":
+            quick = row.ttft_seconds * SPEEDUP <= self.rows[0].ttft_seconds
+            row.expect(quick, f"time to first token is more than 1/{SPEEDUP:g} of the cold one")
+        if row.step == "follow_up":
+            row.expect(row.node == "node-a", "the next turn did not go to the holder of its prefix")
+            own = all(m.loaded_tokens["gpu"] >= enough for m in row.measured)
+            row.expect(own, "the next turn did not find its prefix in the engine's own cache")
+        if row.step == "unrelated":
+            row.expect(row.node == "node-b", "the unrelated prompt did not go to the idle engine")
 
 
 def loaded_tokens(engine: Engine) -> dict[str, float]:

@@ -18,6 +18,7 @@ class Measured:
     loaded_tokens: dict[str, int]
     node: str
     answer_equal: bool
+    route: str = ""
 
 
 @dataclass(slots=True)
@@ -27,6 +28,12 @@ class Row:
     step: str
     measured: list[Measured] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def expect(self, met: bool, problem: str) -> None:
+        """Note a problem, with what was measured, unless the expectation is met."""
+        if not met:
+            details = (f"{m.node} {m.loaded_tokens} equal={m.answer_equal} {m.route}".strip() for m in self.measured)
+            self.problems.append(f"{problem}: " + "; ".join(details))
 
     @property
     def ok(self) -> bool:

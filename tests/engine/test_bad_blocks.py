@@ -47,7 +47,9 @@ def test_flipped_byte_in_valkey_is_a_miss_counted_and_deleted(fleet: Stack, refe
     a.complete(prompt)
     settle(fleet.nodes[0])
     client, (key,) = valkey_keys(fleet, fleet.nodes[1], hashes_of(a, prompt)[block])
-    value = bytearray(client.get(key) or b"")
+    stored = client.get(key)
+    assert isinstance(stored, bytes)
+    value = bytearray(stored)
     assert len(value) > 1000, "the block's value is there"
     value[-100] ^= 0x40
     client.set(key, bytes(value))
@@ -93,7 +95,7 @@ def flip_in_arena(node: Node, block_hash: bytes) -> None:
         assert header is not None
         records = (slot_table.unpack_record(view, slot) for slot in range(header.records))
         record = next(r for r in records if r.state == slot_table.READY and r.block_hash == block_hash)
-    with payload.open("r+b") as stream, mmap.mmap(stream.fileno(), header.capacity_bytes) as arena:
+    with payload.open("r+b") as memory, mmap.mmap(memory.fileno(), header.capacity_bytes) as arena:
         arena[record.payload_offset + record.payload_bytes // 2] ^= 0x01
 
 

@@ -126,5 +126,4 @@ def is_valkey_well(fleet: Stack) -> bool:
 
 def is_routed(fleet: Stack, engine: Engine) -> bool:
     """Whether the router holds an engine to be up."""
-    endpoints = fleet.router.get("/v1/endpoints")["endpoints"]
-    return any(engine.endpoint in str(e) and e.get("up") for e in endpoints)
+    return any(e["endpoint"] == engine.endpoint and e["up"] for e in fleet.router.get("/v1/endpoints"))

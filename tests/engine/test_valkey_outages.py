@@ -1,5 +1,6 @@
 """Valkey unreachable, hanging, full, with another password: engines serve as fast as without it, and it is said once."""
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import contextlib

@@ -21,8 +21,10 @@ TRANSFER_CONFIG = {
     "kv_connector_module_path": "kvpool_vllm.connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"canonical_layout": True, "offload_prompt_only": False},
 }
+EXTRA_CONFIG = {"canonical_layout": True, "offload_prompt_only": False}
+API_SERVER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+"""What `vllm serve` runs; this wheel's `vllm` command does not start, and its older module path is deprecated."""
 EVENTS_CONFIG = {"enable_kv_cache_events": True, "publisher": "null"}
 
 
@@ -76,7 +78,7 @@ class Engine:
         self.url = f"http://{self.endpoint}"
         self.served_name = served_name
         command = [
-            str(paths.engine_python), "-m", "vllm.entrypoints.openai.api_server",
+            str(paths.engine_python), "-c", API_SERVER,
             "--model", str(model), "--served-model-name", served_name, "--host", "127.0.0.1", "--port", str(port),
             "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096",
             "--gpu-memory-utilization", "0.3", "--max-num-seqs", "8", "--seed", "0",
@@ -97,11 +99,7 @@ class Engine:
             **(env or {}),
         }
         if socket is not None:
-            transfer = dict(TRANSFER_CONFIG)
-            transfer["kv_connector_extra_config"] = {
-                **TRANSFER_CONFIG["kv_connector_extra_config"],
-                **(extra_config or {}),
-            }  # type: ignore[dict-item]
+            transfer = {**TRANSFER_CONFIG, "kv_connector_extra_config": {**EXTRA_CONFIG, **(extra_config or {})}}
             command += ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(EVENTS_CONFIG)]
             environment |= {"KVPOOL_SOCKET": str(socket), "KVPOOL_ENDPOINT": self.endpoint}
         self.program = Program(name, command, folder=folder, env=environment)

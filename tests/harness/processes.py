@@ -36,6 +36,7 @@ class Program:
         self.log = folder / f"{name}.log"
         self._arguments = list(arguments)
         self._env = {**os.environ, **(env or {})}
+        self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # an engine imports for 15 s, without bytecode for longer
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -57,3 +57,10 @@ class Router:
         reply = web.request("GET", f"{self.admin_url}{path}", headers={"authorization": f"Bearer {TOKEN}"})
         assert reply.status == 200, f"router{path} answered {reply.status}"
         return reply.json()
+
+    def explain(self, body: object) -> Any:
+        """Where a completion would go, and why."""
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        reply = web.request("POST", f"{self.admin_url}/v1/explain", body, headers=headers)
+        assert reply.status == 200, f"router/v1/explain answered {reply.status}: {reply.body[:300]!r}"
+        return reply.json()
