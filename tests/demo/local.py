@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
+from tests.demo import references as reference_answers
+from tests.demo.references import ANSWER_TOKENS, References
 from tests.demo.table import Measured, Row, render
 from tests.harness.engine import BLOCK_SIZE, ROOT, Answer, Engine, metric_sum
 from tests.harness.processes import ProgramError
@@ -25,10 +27,10 @@ from tests.harness.valkey_cluster import free_ports
 
 FOLDER = ROOT / ".kvpool" / "demo"
 RESULT = ROOT / ".kvpool" / "demo.json"
+REFERENCES = ROOT / ".kvpool" / "demo-reference.json"
 PROMPTS = 3
 PROMPT_TOKENS = 3_005
 """No multiple of the block size: an engine's own cache never covers the last token, a tier may."""
-ANSWER_TOKENS = 64
 LOADED_SHARE = 0.9
 SPEEDUP = 3.0
 SETTLE_SECONDS = 30.0
@@ -38,32 +40,6 @@ def make_text(seed: int, tokens: int) -> str:
     """A random text of as many tokens: the demo's models have one token per character."""
     chosen = random.Random(seed)
     return "".join(chosen.choice(string.ascii_lowercase + "    ") for _ in range(tokens))
-
-
-class References:
-    """Answers of an engine without the connector, each in the shape (computed, own prefix cache) of the row it is held against."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.cold: list[Answer] = []
-        self.cached: list[Answer] = []
-        self.follow_up: list[Answer] = []
-        self.follow_up_prompts: list[str] = []
-        self.unrelated: list[Answer] = []
-
-    def ask(self, prompts: list[str], unrelated: list[str]) -> None:
-        """Collect all answers; a follow-up's blocks are computed as the demo's engine will have computed them."""
-        for i, prompt in enumerate(prompts):
-            self._engine.reset_own_cache()
-            self.cold.append(self._engine.complete(prompt, max_tokens=ANSWER_TOKENS))
-            self._engine.reset_own_cache()
-            self._engine.complete(prompt, max_tokens=1)
-            answer = self._engine.complete(prompt, max_tokens=ANSWER_TOKENS)
-            self.cached.append(answer)
-            follow_up = prompt + "".join(answer.tokens) + make_text(1_000 + i, 50)
-            self.follow_up_prompts.append(follow_up)
-            self.follow_up.append(self._engine.complete(follow_up, max_tokens=ANSWER_TOKENS))
-        self.unrelated = [self._engine.complete(text, max_tokens=ANSWER_TOKENS) for text in unrelated]
 
 
 class Demo:
@@ -115,12 +91,19 @@ class Demo:
         for node, engine in zip(self._stack.nodes, self._stack.engines, strict=True):
             node.wait_ready()
             engine.wait_identified()
-        b.reset_own_cache()  # so that the next turn has one holder: a
+        b.reset_own_cache()  # so that the next turn has one holder on a GPU: a
         return self._each(a, self._references.cached, before=a.reset_own_cache)
 
     def _follow_up(self) -> list[Measured]:
+        b = self._stack.engines[1]
+        b.program.wait_until(lambda: not self._gpu_blocks(b), seconds=10.0, what="b's empty cache seen by the router")
         pairs = zip(self._references.follow_up_prompts, self._references.follow_up, strict=True)
         return [self._measure(None, prompt, reference) for prompt, reference in pairs]
+
+    def _gpu_blocks(self, engine: Engine) -> int:
+        """Blocks that the router believes to be in an engine's own cache."""
+        (endpoint,) = (e for e in self._stack.router.get("/v1/endpoints") if e["endpoint"] == engine.endpoint)
+        return sum(known["gpu_blocks"] for known in endpoint["engines"])
 
     def _unrelated_while_busy(self) -> list[Measured]:
         a = self._stack.engines[0]
@@ -230,29 +213,40 @@ def run() -> int:
     stack = Stack(FOLDER, model, paths=parts)
     reference = Engine("reference", model, paths=parts, folder=FOLDER, port=free_ports(1)[0], cores="1", socket=None)
     prompts = [make_text(seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
+    endings = [make_text(1_000 + seed, 50) for seed in range(PROMPTS)]
     unrelated = [make_text(500 + seed, 200) for seed in range(PROMPTS)]
+    key = reference_answers.key_of(parts.engine_python, model, prompts, endings, unrelated, reference.arguments)
+    references = reference_answers.load(REFERENCES, key)
     try:
-        say(
-            "starting two engines, a reference engine without the connector, two nodes, three Valkey shards, the router"
-        )
+        say("starting two engines, two nodes (holder and agent each), three Valkey shards and the router")
         stack.start_engines()
-        reference.start()
+        if references is None:
+            say("starting a reference engine without the connector (its answers are kept for later runs)")
+            reference.start()
         stack.start_rest()
-        reference.wait_ready()
-        say("reference answers")
-        references = References(reference)
-        references.ask(prompts, unrelated)
-        reference.program.kill()
+        if references is None:
+            reference.wait_ready()
+            say("asking the reference engine")
+            references = reference_answers.ask(reference, prompts, endings, unrelated)
+            reference_answers.keep(REFERENCES, key, references)
+            reference.program.kill()
         stack.wait_ready()
-        for engine in stack.engines:
-            engine.complete(make_text(900, PROMPT_TOKENS), max_tokens=1)  # an engine's first long prompt is slower
-            engine.reset_own_cache()
+        warm_up(stack)
         demo = Demo(stack, references, prompts, unrelated)
         demo.run()
     finally:
         reference.program.kill()
         stack.stop()
     return report(demo.rows)
+
+
+def warm_up(stack: Stack) -> None:
+    """An engine's first long prompt is slower than all later ones: not what this is about."""
+    say("engines are ready; one long prompt each to warm up")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda engine: engine.complete(make_text(900, PROMPT_TOKENS), max_tokens=1), stack.engines))
+    for engine in stack.engines:
+        engine.reset_own_cache()
 
 
 def report(rows: list[Row]) -> int:

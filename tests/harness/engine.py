@@ -102,6 +102,7 @@ class Engine:
             transfer = {**TRANSFER_CONFIG, "kv_connector_extra_config": {**EXTRA_CONFIG, **(extra_config or {})}}
             command += ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(EVENTS_CONFIG)]
             environment |= {"KVPOOL_SOCKET": str(socket), "KVPOOL_ENDPOINT": self.endpoint}
+        self.arguments = [argument for argument in command if argument != str(port)]
         self.program = Program(name, command, folder=folder, env=environment)
 
     def start(self) -> Engine:
