@@ -73,6 +73,8 @@ class EngineRegistry:
             engine.hello = hello
             engine.scheduler_connected = True
             self._feed.engine_changed(engine.info())
+        else:
+            self._store.rank_connected(owner_of(hello.engine_id), hello.rank)
         session.connection.send(_domain_message(engine))
 
     def settle(self, engine: Engine) -> None:

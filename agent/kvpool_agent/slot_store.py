@@ -40,6 +40,7 @@ class SlotStore:
         self.leases = LeaseBook(pool.writer, self.unpin)
         self.accepting = True
         self._write_lease_ns = write_lease_ns
+        self._connected: set[tuple[int, int]] = set()
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
@@ -115,11 +116,16 @@ class SlotStore:
             job.waiting.discard(rank.rank)
         self._settle(job)
 
+    def rank_connected(self, owner: int, rank: int) -> None:
+        """A rank's process is there: while it is, only its own word ends its copies, however long they take."""
+        self._connected.add((owner, rank))
+
     def rank_lost(self, owner: int, rank: int) -> list[int]:
         """A rank's connection is gone: what it has not acknowledged will never be readable, and it may still be copying.
 
         Returns the jobs concerned.
         """
+        self._connected.discard((owner, rank))
         lost = [job for job in self.jobs.of(owner) if job.waiting is not None and rank in job.waiting]
         for job in lost:
             self._fail(job)
@@ -225,8 +231,11 @@ class SlotStore:
         jobs = 0
         for job in self.jobs.expired(now_ns):
             self._fail(job)
-            job.waiting = set()
-            self._settle(job)
+            job.waiting = {rank for rank in job.waiting or () if (job.owner, rank) in self._connected}
+            if job.waiting:  # a process that was frozen in the middle of a copy goes on with it when it wakes up
+                self.jobs.extend(job, now_ns + self._write_lease_ns)
+            else:
+                self._settle(job)
             jobs += 1
         return self.leases.expire(now_ns), jobs
 

@@ -1,7 +1,7 @@
 """Store jobs: which ranks of an engine may still be copying into which slots.
 
 Pure. Invariant: every rank of an engine gets the same answer for a job; `waiting` holds exactly the ranks that may still
-write, and a job leaves the book only when it is empty or the job's time is over.
+write, and a job leaves the book only when it is empty.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class JobBook:
         """Begin a job."""
         self._jobs.setdefault(job.owner, {})[job.number] = job
         heapq.heappush(self._ends, (job.until_ns, job.owner, job.number))
+
+    def extend(self, job: Job, until_ns: int) -> None:
+        """The job lasts longer."""
+        job.until_ns = until_ns
+        heapq.heappush(self._ends, (until_ns, job.owner, job.number))
 
     def get(self, owner: int, number: int) -> Job | None:
         """The job of that number, if it is not over."""

@@ -364,6 +364,27 @@ def test_full_arena_of_leased_blocks_answers_full() -> None:
     assert _ready(store, [key(2, 0)], 3)
 
 
+def test_slots_of_a_connected_rank_outlive_their_time_until_the_rank_itself_is_done() -> None:
+    store = build(new_table(), watch := Watch())
+    rank = rank_of("a")
+    store.rank_connected(rank.owner, rank.rank)
+    answer = store.reserve(rank, 1, DOMAIN, [key(1, 0)], private=False, now_ns=0)
+    assert answer is not None
+    slot = store.pool.at(answer.slots[0])
+    for _round in range(3):  # the process is frozen in its copy: nobody else may get the slot
+        store.expire(10**18)
+        assert store.pool.at(answer.slots[0]) is slot
+        assert not watch.ready
+    store.ack(rank.owner, 1, rank.rank)  # it woke up, too late: free, and never readable
+    assert store.pool.at(answer.slots[0]) is None
+    assert not watch.ready
+
+    store.reserve(rank, 2, DOMAIN, [key(2, 0)], private=False, now_ns=0)
+    store.rank_lost(rank.owner, rank.rank)
+    store.expire(10**18)
+    assert store.pool.counts()["quarantined"] == 0
+
+
 def test_block_whose_parent_got_no_room_is_not_stored_either() -> None:
     store = build(new_table(), Watch())
     slots = _ready(store, [key(1, position) for position in range(32)], 1)
