@@ -174,6 +174,7 @@ class Agent:
                 "slots": pool.counts(),
                 "leases": len(self.store.leases),
                 "jobs": len(self.store.jobs),
+                "checksums_waiting": self.checksums.waiting,
             },
             "engines": [
                 {

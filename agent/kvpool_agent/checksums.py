@@ -49,6 +49,7 @@ class Checksums:
         self._on_checksummed = on_checksummed
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
         self._committed: deque[Slot] = deque()
+        self._hashing = 0
         self._wake = asyncio.Event()
         self._unverified: deque[Slot] = deque()
         self._cursor = -1
@@ -65,7 +66,7 @@ class Checksums:
     @property
     def waiting(self) -> int:
         """Committed blocks without a checksum yet."""
-        return len(self._committed)
+        return len(self._committed) + self._hashing
 
     async def verify(self, slots: Sequence[Slot], *, where: str) -> None:
         """Afterwards each slot is verified or dropped."""

@@ -9,10 +9,11 @@ WEIGHT = 0.3
 
 
 class PrefillRate:
-    """Moving average of tokens per second over steps that are mostly prefill; times in seconds."""
+    """Moving average of tokens per second over steps that are mostly prefill, or a fixed rate; times in seconds."""
 
-    def __init__(self) -> None:
-        self.tokens_per_second = 0.0
+    def __init__(self, fixed: float = 0.0) -> None:
+        self.tokens_per_second = fixed
+        self._is_fixed = fixed > 0
         self._tokens = 0
         self._started = 0.0
 
@@ -23,7 +24,7 @@ class PrefillRate:
     def step_ended(self, now: float) -> None:
         """Its output is here."""
         elapsed, tokens, self._tokens = now - self._started, self._tokens, 0
-        if tokens < MIN_STEP_TOKENS or elapsed <= 0:
+        if self._is_fixed or tokens < MIN_STEP_TOKENS or elapsed <= 0:
             return
         rate = tokens / elapsed
         former = self.tokens_per_second

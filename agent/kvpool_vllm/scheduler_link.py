@@ -101,7 +101,8 @@ class SchedulerLink:
         domain = message.domain if message.state == "known" else b""
         if domain and domain != self.domain:
             logger.info("kvpool: domain %s, blocks are shared with engines of the same domain", domain.hex())
-        if message.state == "refused" and message.reason != self.refusal:
+        is_ours = self._registration is not None and bool(self._registration.problem)  # said when it was found
+        if message.state == "refused" and message.reason != self.refusal and not is_ours:
             logger.warning("kvpool: no blocks are loaded or stored: the agent refused this engine: %s", message.reason)
         self.refusal = message.reason if message.state == "refused" else ""
         self.domain = domain

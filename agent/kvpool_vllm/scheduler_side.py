@@ -74,7 +74,7 @@ class KvpoolManager(OffloadingManager):
         self._patience = Patience(settings.verdicts_missed_before_pause, settings.pause_seconds)
         self._stats = metrics.Stats()
         self._gauges: dict[str, float] = {}
-        self.rate = PrefillRate()
+        self.rate = PrefillRate(settings.prefill_tokens_per_second)
         self.link: SchedulerLink | None = None
 
     def use(self, link: SchedulerLink, groups: Sequence[GroupKeying]) -> None:

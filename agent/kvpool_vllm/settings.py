@@ -46,9 +46,15 @@ class Settings:
     job_deadline_seconds: float = 5.0
     """A store older than this is given up: its source blocks are wanted back."""
 
+    prefill_tokens_per_second: float = 0.0
+    """Rate by which loading is weighed against recomputing; 0: the engine's own, as measured."""
+
     def read_token(self) -> str:
         """The pod-bound token, read at each connect because the kubelet renews it; "" where none is configured."""
         return Path(self.token_file).read_text().strip() if self.token_file else ""
+
+
+_NUMBERS = [name for name in Settings.__slots__ if name.endswith(("_seconds", "_per_second"))]
 
 
 def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Settings:
@@ -64,13 +70,13 @@ def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Se
         if key in _OF_VLLM:
             continue
         name = key.removeprefix(_PREFIX)
-        if not key.startswith(_PREFIX) or name not in Settings.__slots__ or not name.endswith("_seconds"):
-            known = sorted(_PREFIX + n for n in Settings.__slots__ if n.endswith("_seconds"))
+        if not key.startswith(_PREFIX) or name not in _NUMBERS:
+            known = sorted(_PREFIX + number for number in _NUMBERS)
             raise ConfigError(
                 f"kv_connector_extra_config: unknown key `{key}`: remove it or use one of {', '.join(known)}"
             )
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"kv_connector_extra_config: `{key}` must be a positive number of seconds, is {value!r}")
+            raise ConfigError(f"kv_connector_extra_config: `{key}` must be a positive number, is {value!r}")
         numbers[name] = float(value)
     return Settings(
         socket_path=socket_path,

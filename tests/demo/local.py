@@ -33,7 +33,6 @@ PROMPT_TOKENS = 3_005
 """No multiple of the block size: an engine's own cache never covers the last token, a tier may."""
 LOADED_SHARE = 0.9
 SPEEDUP = 3.0
-SETTLE_SECONDS = 30.0
 
 
 def make_text(seed: int, tokens: int) -> str:
@@ -148,12 +147,8 @@ class Demo:
         return Measured(timed.ttft_seconds, timed.prompt_tokens, loaded, self._node_of[endpoint], equal, timed.route)
 
     def _settle(self) -> None:
-        """Wait until nothing is being stored or written to Valkey."""
-        end = time.monotonic() + SETTLE_SECONDS
-        while any(not is_settled(node.stats()) for node in self._stack.nodes):
-            if time.monotonic() > end:
-                raise ProgramError(f"stores did not settle within {SETTLE_SECONDS:g} s")
-            time.sleep(0.05)
+        for node in self._stack.nodes:
+            node.settle()
 
     # --- expectations ---------------------------------------------------------------------------------------------
 
@@ -187,14 +182,6 @@ def routed_endpoint(header: str) -> str:
     """`endpoint=` of x-kvpool-route."""
     fields = dict(part.strip().split("=", 1) for part in header.split(";") if "=" in part)
     return fields.get("endpoint", "")
-
-
-def is_settled(stats: dict[str, object]) -> bool:
-    """Nothing being written, neither into slots nor to Valkey."""
-    arena, tier = stats["arena"], stats.get("valkey") or {}
-    assert isinstance(arena, dict)
-    assert isinstance(tier, dict)
-    return not arena["slots"].get("writing", 0) and not tier.get("write_queue_items", 0)
 
 
 def say(text: str) -> None:
@@ -264,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--down", action="store_true", help="end what an interrupted demo left running")
     if parser.parse_args().down:
-        print(f"{clean(FOLDER)} programs ended")
+        print(f"{len(clean(FOLDER))} programs ended")
         return 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

@@ -25,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".kvpool" / "engine-tests"
 PROMPT_TOKENS = 20 * BLOCK_SIZE + 13
 """No multiple of the block size, see `tests.demo.local`."""
+LEASE_SECONDS = 3.0
+SLOW: dict[str, object] = {"kvpool_prefill_tokens_per_second": 500}
+"""A tiny model computes a prompt sooner than a busy machine fetches it; the tests are about fetching."""
 
 _seeds = itertools.count(1)
 
@@ -36,23 +39,30 @@ def fresh_prompt(tokens: int = PROMPT_TOKENS) -> str:
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
-    """Poll until true; fails with `what`."""
+    """Poll until true; fails with `what`. A part that is being restarted refuses connections: not yet."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not _holds(condition):
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
         time.sleep(0.05)
 
 
-def is_settled(node: Node) -> bool:
-    """Whether nothing is being written on a node, neither into slots nor to Valkey."""
-    stats = node.stats()
-    tier = stats.get("valkey") or {}
-    return not stats["arena"]["slots"].get("writing", 0) and not tier.get("write_queue_items", 0)
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except OSError:
+        return False
 
 
 def settle(node: Node) -> None:
     """Wait until every store is done."""
-    wait_for(lambda: is_settled(node), seconds=30, what=f"stores of {node.name} done")
+    node.settle()
+
+
+def wait_for_valkey(node: Node) -> None:
+    """Wait until a node's agent uses its Valkey."""
+    wait_for(
+        lambda: node.stats()["valkey"]["state"] == "connected", seconds=20, what=f"{node.name} connected to Valkey"
+    )
 
 
 def start_engines(*engines: Engine) -> None:
@@ -75,8 +85,8 @@ def folder() -> Iterator[Path]:
     clean(FOLDER)
     FOLDER.mkdir(parents=True)
     yield FOLDER
-    clean_up = clean(FOLDER)
-    assert not clean_up, f"{clean_up} programs were left running by their tests"
+    left = clean(FOLDER)
+    assert not left, f"left running by their tests: {left}"
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +102,7 @@ def make_engine(parts: Paths, folder: Path) -> Callable[..., Engine]:
             port=free_ports(1)[0],
             cores=cores,
             socket=socket,
+            extra_config=SLOW,
             **more,  # type: ignore[arg-type]
         )
 
@@ -101,7 +112,14 @@ def make_engine(parts: Paths, folder: Path) -> Callable[..., Engine]:
 @pytest.fixture(scope="session")
 def started(parts: Paths, folder: Path, make_engine: Callable[..., Engine]) -> Iterator[tuple[Stack, Engine]]:
     """Fleet and reference, started side by side."""
-    stack = Stack(folder / "fleet", parts.models["tiny-llama"], paths=parts)
+    stack = Stack(
+        folder / "fleet",
+        parts.models["tiny-llama"],
+        paths=parts,
+        tapped=True,
+        lease_seconds=LEASE_SECONDS,
+        extra_config=SLOW,
+    )
     reference = make_engine("reference", "tiny-llama", cores="1")
     try:
         reference.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.answers import Loads, reference_pair, whole_blocks
-from tests.engine.conftest import fresh_prompt, settle, start_engines
+from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for_valkey
 from tests.harness.engine import Engine
 from tests.harness.node import Node
 from tests.harness.valkey_cluster import ValkeyServers, free_ports
@@ -44,6 +44,7 @@ def test_hybrid_prompt_comes_back_from_ram_and_from_valkey(hybrid: tuple[Engine,
 
     node.stop()  # the arena is gone with its holder: what is left is Valkey's
     node.start().wait_ready()
+    wait_for_valkey(node)
     engine.wait_identified()
     engine.reset_own_cache()
     loads = Loads(engine)

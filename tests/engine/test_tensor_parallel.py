@@ -1,6 +1,6 @@
 """Tensor parallelism: blocks stored by two ranks, loaded by two or by one; agents that stop at the worst moment.
 
-The model has one layer, so that its KV is bit for bit the same at any TP size (no sum over ranks comes before it).
+tiny-llama has one layer, so its KV is bit for bit the same at any TP size (no sum over ranks comes before it).
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import pytest
 
 from kvpool_core import wire
 from tests.engine.answers import Loads, reference_pair, whole_blocks
-from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for
+from tests.engine.conftest import LEASE_SECONDS, fresh_prompt, settle, start_engines, wait_for
 from tests.harness.engine import Engine
 from tests.harness.node import Node
 from tests.harness.socket_tap import SocketTap
-from tests.harness.valkey_cluster import free_ports
-
-LEASE_SECONDS = 3.0
+from tests.harness.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +34,27 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def ranks(make_engine: Callable[..., Engine], folder: Path) -> Iterator[Ranks]:
-    node = Node("node-p", folder=folder / "np", admin_port=free_ports(1)[0], lease_seconds=LEASE_SECONDS)
-    tap = SocketTap(folder / "tap" / "agent.sock", node.socket)
-    make = {size: {"cores": cores, "tensor_parallel": size} for size, cores in ((1, "0"), (2, "0|1"))}
-    engines = {n: make_engine(f"tp{n}", "tiny-one-layer", socket=tap.path, **more) for n, more in make.items()}
-    references = {n: make_engine(f"tp{n}-reference", "tiny-one-layer", **more) for n, more in make.items()}
+def two_ranks(started: tuple[Stack, Engine], make_engine: Callable[..., Engine]) -> Iterator[tuple[Engine, Engine]]:
+    """Engines of two ranks, beside node a and without the connector."""
+    socket = started[0].taps[0].path
+    engine = make_engine("tp2", "tiny-llama", cores="0|1", tensor_parallel=2, socket=socket)
+    reference = make_engine("tp2-reference", "tiny-llama", cores="0|1", tensor_parallel=2)
     try:
-        node.start().wait_ready()
-        start_engines(*engines.values())
-        start_engines(*references.values())
-        for engine in engines.values():
-            engine.wait_identified()
-        yield Ranks(node, tap, engines, references)
+        start_engines(engine, reference)
+        engine.wait_identified()
+        yield engine, reference
     finally:
-        for engine in (*engines.values(), *references.values()):
-            engine.program.kill()
-        node.stop()
-        tap.close()
+        engine.program.kill()
+        reference.program.kill()
+
+
+@pytest.fixture
+def ranks(fleet: Stack, reference: Engine, two_ranks: tuple[Engine, Engine]) -> Ranks:
+    """Engine a of the fleet has one rank."""
+    engine, reference_of_two = two_ranks
+    engine.reset_own_cache()
+    engines = {1: fleet.engines[0], 2: engine}
+    return Ranks(fleet.nodes[0], fleet.taps[0], engines, {1: reference, 2: reference_of_two})
 
 
 @pytest.mark.parametrize(("storing", "loading"), [(2, 2), (2, 1), (1, 2)])

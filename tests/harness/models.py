@@ -35,23 +35,8 @@ class Model:
 
 
 def tiny_llama(vocabulary: int) -> Any:
-    """4 layers, 4 KiB of KV per token: the model of most tests."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        **_settings(),
-    )
-    return LlamaForCausalLM(config)
-
-
-def tiny_one_layer(vocabulary: int) -> Any:
-    """One layer: its KV comes before the first sum over tensor-parallel ranks, so it is equal bit for bit at any TP size."""
+    """One layer, the model of most tests: its KV comes before the first sum over tensor-parallel ranks, so it is bit for bit
+    the same at any TP size. Models of several layers are the hybrid and the demo's."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -106,7 +91,6 @@ MODELS = {
     "tiny-llama": Model(seed=1, vocabulary=512, build=tiny_llama),
     # The same shapes with other weights: blocks must never be shared.
     "tiny-llama-b": Model(seed=2, vocabulary=512, build=tiny_llama),
-    "tiny-one-layer": Model(seed=5, vocabulary=512, build=tiny_one_layer),
     "tiny-hybrid": Model(seed=3, vocabulary=512, build=tiny_hybrid),
     "demo-60m": Model(seed=4, vocabulary=40960, build=demo_60m),
 }

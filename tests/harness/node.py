@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import yaml
 
 from tests.harness import web
 from tests.harness.engine import ROOT
-from tests.harness.processes import Program
+from tests.harness.processes import Program, ProgramError
 
 TOKEN = "a-token-of-the-tests"
 READY_SECONDS = 30.0
+QUIET_SECONDS = 0.4
 
 
 def python_environment() -> dict[str, str]:
@@ -87,6 +89,24 @@ class Node:
     def stats(self) -> Any:
         """/v1/stats."""
         return self.get("/v1/stats")
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Wait until every store is done: nothing in slots, checksums or queues, and quiet for a moment.
+
+        The moment is for what an engine stores last: vLLM hands it over one step after the answer's end.
+        """
+        end = time.monotonic() + seconds
+        quiet_since = time.monotonic()
+        known: object = None
+        while time.monotonic() - quiet_since < QUIET_SECONDS:
+            stats = self.stats()
+            arena, tier = stats["arena"], stats["valkey"] or {}
+            busy = arena["slots"]["writing"] or arena["checksums_waiting"] or tier.get("write_queue_items", 0)
+            if busy or arena["slots"] != known:
+                known, quiet_since = arena["slots"], time.monotonic()
+            if time.monotonic() > end:
+                raise ProgramError(f"{self.name}: stores are not done within {seconds:g} s: {stats}")
+            time.sleep(0.05)
 
     def metrics(self) -> str:
         """/metrics."""

@@ -106,14 +106,15 @@ def _record(folder: Path, pid: int) -> None:
     path.write_text(json.dumps(known))
 
 
-def clean_killed_run(folder: Path) -> int:
-    """Kill the groups that earlier runs recorded below `folder` and left running; returns how many there were."""
-    ended = 0
+def clean_killed_run(folder: Path) -> list[str]:
+    """Kill the groups that earlier runs recorded below `folder` and left running; returns their command lines."""
+    ended = []
     for path in folder.rglob(RECORD):
         for pid, started in json.loads(path.read_text()).items():
             if started is not None and start_time(int(pid)) == started:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(int(pid), signal.SIGKILL)
-                    ended += 1
+                    ended.append(command)
         path.unlink()
     return ended

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +61,16 @@ class ScriptedAgent:
         """End it; connections are lost."""
         self._listener.close()
         for connection in self._connections:
-            connection.close()
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        os.close(self._payload_fd)
+        os.close(self._table_fd)
         self._path.unlink(missing_ok=True)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether scheduler and worker have registered."""
+        return len(self._parts) == 2
 
     @property
     def stored_blocks(self) -> int:
@@ -80,16 +89,11 @@ class ScriptedAgent:
 
     def _serve(self, connection: socket.socket) -> None:
         decoder = FrameDecoder()
-        while True:
-            try:
-                data = connection.recv(1 << 16)
-            except OSError:
-                return
-            if not data:
-                return
-            for body in decoder.feed(data):
-                with self._lock:
-                    self._answer(connection, wire.decode_engine_message(body))
+        with connection, suppress(OSError):
+            while data := connection.recv(1 << 16):
+                for body in decoder.feed(data):
+                    with self._lock:
+                        self._answer(connection, wire.decode_engine_message(body))
 
     def _answer(self, connection: socket.socket, message: wire.EngineMessage) -> None:
         match message:

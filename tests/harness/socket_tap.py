@@ -25,11 +25,20 @@ class SocketTap:
         self.path = path
         self.on_message: Hook | None = None
         self._upstream = upstream
+        self._open: list[socket.socket] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def lead_to(self, upstream: Path) -> None:
+        """Connections end; who connects again finds another agent."""
+        self._upstream = upstream
+        connections, self._open = self._open, []
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Accept nobody any more."""
@@ -42,16 +51,21 @@ class SocketTap:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            agent = socket.socket(socket.AF_UNIX)
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One connection to its end."""
+        with client, socket.socket(socket.AF_UNIX) as agent:
             try:
                 agent.connect(str(self._upstream))
             except OSError:
-                client.close()
-                continue
-            to_agent = (client, agent, wire.decode_engine_message)
-            to_engine = (agent, client, wire.decode_agent_message)
-            for arguments in (to_agent, to_engine):
-                threading.Thread(target=self._pass_on, args=arguments, daemon=True).start()
+                return
+            self._open += [client, agent]
+            back = threading.Thread(target=self._pass_on, args=(agent, client, wire.decode_agent_message), daemon=True)
+            back.start()
+            self._pass_on(client, agent, wire.decode_engine_message)
+            back.join()
+            self._open = [connection for connection in self._open if connection not in (client, agent)]
 
     def _pass_on(self, source: socket.socket, target: socket.socket, decode: Callable[[bytes], wire.Message]) -> None:
         decoder = FrameDecoder()

@@ -10,14 +10,15 @@ from tests.harness.node import Node
 from tests.harness.processes import clean_killed_run
 from tests.harness.provision import Paths
 from tests.harness.router import Router
+from tests.harness.socket_tap import SocketTap
 from tests.harness.valkey_cluster import ValkeyServers, free_ports
 from tests.harness.valkey_cluster import clean_killed_run as clean_killed_valkey
 
 VALKEY_SHARDS = 3
 
 
-def clean(folder: Path) -> int:
-    """End what a killed run in `folder` left and remove its files; returns how many programs were still running."""
+def clean(folder: Path) -> list[str]:
+    """End what a killed run in `folder` left and remove its files; returns the programs that were still running."""
     ended = clean_killed_run(folder)
     clean_killed_valkey(folder / "valkey")
     shutil.rmtree(folder, ignore_errors=True)
@@ -25,10 +26,21 @@ def clean(folder: Path) -> int:
 
 
 class Stack:
-    """The parts, made but not started. Node i stands beside engine i, whose cores are `cores[i]`."""
+    """The parts, made but not started. Node i stands beside engine i, whose cores are `cores[i]`.
+
+    tapped: engines reach their agents through `taps`, with which tests act at exact messages.
+    """
 
     def __init__(
-        self, folder: Path, model: Path, *, paths: Paths, cores: tuple[str, ...] = ("0", "1"), capacity: str = "512Mi"
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        paths: Paths,
+        cores: tuple[str, ...] = ("0", "1"),
+        tapped: bool = False,
+        lease_seconds: float = 10.0,
+        extra_config: dict[str, object] | None = None,
     ) -> None:
         self.folder = folder
         ports = free_ports(2 * len(cores) + 2)
@@ -37,14 +49,30 @@ class Stack:
         )
         self.nodes: list[Node] = []
         self.engines: list[Engine] = []
+        self.taps: list[SocketTap] = []
         tier: dict[str, object] = {"endpoints": self.valkey.endpoints}
         for i, core in enumerate(cores):
             name = chr(ord("a") + i)
             node = Node(
-                f"node-{name}", folder=folder / f"n{name}", admin_port=ports.pop(), capacity=capacity, valkey=tier
+                f"node-{name}",
+                folder=folder / f"n{name}",
+                admin_port=ports.pop(),
+                valkey=tier,
+                lease_seconds=lease_seconds,
             )
+            socket = node.socket
+            if tapped:
+                socket = folder / f"t{name}" / "agent.sock"
+                self.taps.append(SocketTap(socket, node.socket))
             engine = Engine(
-                f"engine-{name}", model, paths=paths, folder=folder, port=ports.pop(), cores=core, socket=node.socket
+                f"engine-{name}",
+                model,
+                paths=paths,
+                folder=folder,
+                port=ports.pop(),
+                cores=core,
+                socket=socket,
+                extra_config=extra_config,
             )
             self.nodes.append(node)
             self.engines.append(engine)
@@ -84,4 +112,6 @@ class Stack:
             engine.program.kill()
         for node in self.nodes:
             node.stop()
+        for tap in self.taps:
+            tap.close()
         self.valkey.stop()

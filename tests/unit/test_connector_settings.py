@@ -23,6 +23,10 @@ def test_a_deadline_can_be_set() -> None:
     assert read_settings(ENVIRON, {"kvpool_verdict_deadline_seconds": 1}).verdict_deadline_seconds == 1.0
 
 
+def test_the_prefill_rate_can_be_fixed() -> None:
+    assert read_settings(ENVIRON, {"kvpool_prefill_tokens_per_second": 500}).prefill_tokens_per_second == 500.0
+
+
 @pytest.mark.parametrize(
     ("environ", "extra", "named"),
     [
