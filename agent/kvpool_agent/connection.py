@@ -58,6 +58,13 @@ class Connection:
             return os.pidfd_open(pid) if pid > 0 else None
         return None
 
+    def peer_pid(self) -> int:
+        """Number of the peer's process, 0 where it cannot be seen."""
+        with suppress(OSError):
+            credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            return int(_UCRED.unpack(credentials)[0])
+        return 0
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send now if the socket has room, else queue; descriptors only before anything else was sent."""
         if self.closed:

@@ -50,8 +50,19 @@ class EngineRegistry:
         """Engines with at least one connection."""
         return list(self._engines.values())
 
-    def mismatch(self, hello: Hello) -> str:
+    def mismatch(self, hello: Hello, peer_pid: int) -> str:
         """Why this process cannot belong to the engine it names; "" when it can."""
+        former = self._sessions.get(_key(hello))
+        if (
+            former is not None
+            and former.is_peer_alive()
+            and 0 not in (peer_pid, former.peer_pid)
+            and peer_pid != former.peer_pid
+        ):
+            return (
+                f"process {former.peer_pid} is connected as {hello.role} {hello.rank} of engine {hello.engine_id}: "
+                "give every engine an id of its own (remove engine_id from --kv-transfer-config)"
+            )
         engine = self._engines.get(hello.engine_id)
         others = [key for key in self._sessions if key[0] == hello.engine_id and key != _key(hello)]
         return engine.mismatch(hello) if engine is not None and others else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -83,6 +84,7 @@ class Session:
         self.hello: Hello | None = None
         self.engine: Engine | None = None
         self._pidfd = connection.peer_pidfd()
+        self.peer_pid = connection.peer_pid()
         self._lookups: dict[str, asyncio.Task[None]] = {}
         self._hello_timer = agent.loop.call_later(HELLO_TIMEOUT_SECONDS, self._hello_late)
         connection.start(self._on_frame, self._on_closed)
@@ -166,7 +168,7 @@ class Session:
             )
         checks.check_hello(message)
         self._hello_timer.cancel()
-        problem = self._agent.registry.mismatch(message)
+        problem = self._agent.registry.mismatch(message, self.peer_pid)
         if problem:
             self._refuse(message, WRONG_STATE, "EngineMismatch", problem)
         self.hello = message
@@ -177,6 +179,10 @@ class Session:
     def _refuse(self, hello: Hello, reason: str, code: str, text: str) -> None:
         self.connection.send(Refused(hello.rid, code, text))
         raise PeerError(reason, text)
+
+    def is_peer_alive(self) -> bool:
+        """Whether the peer's process is known to be there."""
+        return self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]
 
     def _hello_late(self) -> None:
         self.connection.fail(PeerError(HELLO_MISSING, f"no Hello within {HELLO_TIMEOUT_SECONDS} s"))

@@ -234,6 +234,8 @@ class SlotStore:
             job.waiting = {rank for rank in job.waiting or () if (job.owner, rank) in self._connected}
             if job.waiting:  # a process that was frozen in the middle of a copy goes on with it when it wakes up
                 self.jobs.extend(job, now_ns + self._write_lease_ns)
+                for slot in job.slots:
+                    self.pool.writer.lease(slot.index, job.until_ns)
             else:
                 self._settle(job)
             jobs += 1

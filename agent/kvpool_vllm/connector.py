@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
@@ -50,8 +51,14 @@ Matched = tuple[int | None, bool]
 Finished = tuple[bool, dict[str, Any] | None]
 
 
+@dataclass
 class KvpoolMetadata(OffloadingConnectorMetadata):
-    """Step metadata of an inert scheduler side: the workers end every job that they still have."""
+    """Step metadata of an inert scheduler side: the workers end every job that they still have.
+
+    stranded: requests that wait for a load which no worker was ever told of; each worker reports it as failed.
+    """
+
+    stranded: set[str] = field(default_factory=set)
 
 
 def guarded(
@@ -100,6 +107,7 @@ class KvpoolConnector(OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self.inert_reason = ""
         self._error_hook = ""
+        self._stranded: set[str] = set()
         self._scheduler_setup: SchedulerSetup | None = None
         self._worker_setup: WorkerSetup | None = None
         self.connector_scheduler: Any = None
@@ -132,6 +140,9 @@ class KvpoolConnector(OffloadingConnector):
         unexpected = None if isinstance(error, KVPoolError) else error
         where = f" after an error in {hook}" if hook else ""
         logger.error("kvpool: inert%s, serving without the cache: %s", where, self.inert_reason, exc_info=unexpected)
+        if self.connector_scheduler is not None:
+            jobs = self.connector_scheduler._current_batch_load_jobs.values()
+            self._stranded.update(job.req_id for job in jobs)
         try:
             if self._scheduler_setup is not None:
                 self._scheduler_setup.close()
@@ -156,7 +167,7 @@ class KvpoolConnector(OffloadingConnector):
     @guarded(_no_match)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
         """Tokens that can be loaded, None while the agent's answer is awaited."""
-        self._manager.ensure_asked(request)
+        self._manager.ensure_asked(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @guarded(_no_sources)
@@ -164,14 +175,23 @@ class KvpoolConnector(OffloadingConnector):
         """vLLM's accounting of hits by tier."""
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
-    @guarded(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: the load becomes a job."""
+        self._become_job(request, blocks, num_external_tokens)
+        if self.inert_reason and num_external_tokens:
+            self._stranded.add(request.request_id)  # vLLM lets it wait for a load all the same
+
+    @guarded(_nothing)
+    def _become_job(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's jobs. An inert scheduler side has none and tells the workers to end theirs."""
-        return self._build_meta(scheduler_output) or KvpoolMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
+        meta = self._build_meta(scheduler_output)
+        if meta is None:
+            stranded, self._stranded = self._stranded, set()
+            meta = KvpoolMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set(), stranded=stranded)
+        return meta
 
     @guarded(_nothing)
     def _build_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
@@ -255,6 +275,7 @@ class KvpoolConnector(OffloadingConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Stores whose source blocks are wanted back are cancelled."""
         if isinstance(kv_connector_metadata, KvpoolMetadata):
+            self._stranded |= kv_connector_metadata.stranded
             self._end_all_jobs()
         self._handle_preemptions(kv_connector_metadata)
 
@@ -289,15 +310,20 @@ class KvpoolConnector(OffloadingConnector):
             return None
         requests_of_jobs = dict(worker._load_jobs)
         sending, receiving = super().get_finished(finished_req_ids)
-        failed = {requests_of_jobs[job] for job in worker.worker.take_failed_loads() if job in requests_of_jobs}
+        finished = requests_of_jobs.keys() - worker._load_jobs.keys()
+        failed = {requests_of_jobs[job] for job in worker.worker.take_failed_loads(finished)} | self._take_stranded()
         return KVConnectorTransferResults(
-            finished_sending=set(sending), finished_recving=set(receiving), failed_recving=failed & set(receiving)
+            finished_sending=set(sending), finished_recving=set(receiving) | failed, failed_recving=failed
         )
 
+    def _take_stranded(self) -> set[str]:
+        stranded, self._stranded = self._stranded, set()
+        return stranded
+
     def _inert_results(self) -> KVConnectorTransferResults:
-        failed = (
-            self._worker_setup.take_refused_loads(self.connector_worker) if self._worker_setup is not None else set()
-        )
+        failed = self._take_stranded()
+        if self._worker_setup is not None:
+            failed |= self._worker_setup.take_refused_loads(self.connector_worker)
         return KVConnectorTransferResults(
             finished_sending=set(), finished_recving=set(failed), failed_recving=set(failed)
         )

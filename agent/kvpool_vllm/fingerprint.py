@@ -78,6 +78,7 @@ def scheduler_part(config: VllmConfig, kv_cache: KVCacheConfig, *, weights: byte
     draft_model = speculative.draft_model_config if speculative is not None else None
     value = {
         "model": plain(model.hf_config.to_dict()),
+        "longest": model.max_model_len if _depends_on_longest(model.hf_config.to_dict()) else None,
         "dtype": str(model.dtype),
         "quantization": plain(model.quantization),
         "weights": weights,
@@ -93,6 +94,19 @@ def scheduler_part(config: VllmConfig, kv_cache: KVCacheConfig, *, weights: byte
         "context_parallel": [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size],
     }
     return identity.digest(value)
+
+
+def _depends_on_longest(hf_config: object) -> bool:
+    """Whether positions are encoded by the longest context served: so with every rope scaling but the plain one (LongRoPE
+    chooses its factors by `max_model_len`, vLLM 0.32 `phi3_long_rope_scaled_rope.py`)."""
+    if isinstance(hf_config, dict):
+        kind = (
+            hf_config.get("rope_type", hf_config.get("type"))
+            if "rope_theta" in hf_config or "factor" in hf_config
+            else None
+        )
+        return kind not in (None, "default") or any(_depends_on_longest(value) for value in hf_config.values())
+    return isinstance(hf_config, list) and any(_depends_on_longest(value) for value in hf_config)
 
 
 def _kind(spec: KVCacheSpec, total_kv_heads: int) -> object:

@@ -46,6 +46,7 @@ class Identification:
         self._ask: weights.Remembered | None = None
         self._teach: weights.Teach | None = None
         self._adapters: dict[str, bytes | None] = {}
+        self._adapter_states: dict[str, tuple[int, ...]] = {}
         self._private = b""
 
     def start(
@@ -114,11 +115,26 @@ class Identification:
         if path not in self._adapters:
             self._adapters[path] = None
             threading.Thread(target=self._identify_adapter, args=(path,), name="kvpool-adapter", daemon=True).start()
+        elif self._adapters[path] is not None and _state_of(path) != self._adapter_states[path]:
+            self._adapters[path] = None  # for good: which of its contents the engine has loaded cannot be told
+            logger.warning("kvpool: the adapter at %s has changed; its requests are not offloaded any more", path)
         return self._adapters[path]
 
     def _identify_adapter(self, path: str) -> None:
         try:
             files = [*weights.find_weight_files(path), *Path(path).glob("adapter_config.json")]
-            self._adapters[path] = self._digest_files(files)
+            state = _state_of(path)
+            digest = self._digest_files(files)
+            self._adapter_states[path] = state
+            self._adapters[path] = digest
         except (KVPoolError, OSError) as error:
             logger.warning("kvpool: requests with the adapter at %s are not offloaded: %s", path, error)
+
+
+def _state_of(path: str) -> tuple[int, ...]:
+    """What changes when an adapter's files are replaced or written to: a few `stat` calls."""
+    try:
+        statuses = [file.stat() for file in sorted(Path(path).iterdir())]
+    except OSError:
+        return ()
+    return tuple(number for status in statuses for number in (status.st_ino, status.st_size, status.st_ctime_ns))

@@ -50,8 +50,10 @@ class Lookup:
     arena_id: bytes
     session: int
     groups: list[wire.GroupVerdict] = field(default_factory=list)
+    local_tokens: int = 0
     lease_until_ns: int = 0
     final: bool = False
+    incoming: wire.Verdict | None = None
     given_up: bool = False
     loading: bool = False
 
@@ -60,9 +62,19 @@ class Lookup:
         """Whether a first verdict has come."""
         return bool(self.groups)
 
+    @property
+    def name(self) -> str:
+        """What stands for the request towards the agent: a client chooses its own id, of any length."""
+        return str(self.rid)
+
     def accept(self, verdict: wire.Verdict) -> None:
-        """Take a verdict over, unless the lookup was given up."""
-        if not self.given_up:
+        """A verdict came, on the client's thread; it counts from `begin_attempt` on."""
+        self.incoming = verdict
+
+    def begin_attempt(self) -> None:
+        """On the engine's thread, before it looks keys up: all of them are to see one state."""
+        verdict, self.incoming = self.incoming, None
+        if verdict is not None and not self.given_up:
             self.groups = verdict.groups
             self.lease_until_ns = verdict.lease_until_ns
             self.final = verdict.final
@@ -110,9 +122,10 @@ class Lookup:
 
     def held(self) -> list[tuple[int, int]]:
         """(slot, generation) of every leased slot."""
+        newest = self.incoming
         return [
             (slot, generation)
-            for verdict in self.groups
+            for verdict in (newest.groups if newest is not None else self.groups)
             for state, slot, generation in zip(verdict.states, verdict.slots, verdict.generations, strict=True)
             if state == wire.HIT
         ]

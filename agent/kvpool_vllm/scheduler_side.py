@@ -94,15 +94,27 @@ class KvpoolManager(OffloadingManager):
         """Whether a request is in the engine, so that a step may come at any moment."""
         return bool(self._requests)
 
-    def ensure_asked(self, request: Request) -> None:
-        """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold."""
+    def ensure_asked(self, request: Request, local_tokens: int | None = None) -> None:
+        """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold.
+
+        local_tokens: what the engine's own cache holds of the request now, None on its arrival.
+        """
         lookup = self._lookups.get(request.request_id)
-        if lookup is not None and (lookup.loading or not lookup.is_lease_ending(time.monotonic_ns())):
-            return
         if lookup is not None:
+            lookup.begin_attempt()
+            if lookup.is_overdue(time.monotonic()) or self._is_orphaned(lookup):
+                self._give_up(lookup)
+            if lookup.loading or not self._is_worn_out(lookup, local_tokens):
+                return
             self._forget(lookup)
         if request.request_id not in self._failed and not request.skip_reading_prefix_cache:
-            self._ask(request)
+            self._ask(request, local_tokens)
+
+    @staticmethod
+    def _is_worn_out(lookup: Lookup, local_tokens: int | None) -> bool:
+        """Whether its leases end, or it left out blocks that the engine's own cache has lost since."""
+        lost = local_tokens is not None and local_tokens < lookup.local_tokens
+        return lost or (not lookup.given_up and lookup.is_lease_ending(time.monotonic_ns()))
 
     def mark_failed(self, request_ids: Collection[str]) -> None:
         """Loads of these requests failed: they are recomputed and see only misses."""
@@ -120,7 +132,7 @@ class KvpoolManager(OffloadingManager):
 
     def held(self) -> list[tuple[str, int, int]]:
         """(request, slot, generation) of every leased slot that a request may still read."""
-        return [(lookup.request_id, *slot) for lookup in list(self._lookups.values()) for slot in lookup.held()]
+        return [(lookup.name, *slot) for lookup in list(self._lookups.values()) for slot in lookup.held()]
 
     def report(self) -> metrics.Stats | None:
         """Counters since the last call and the state of the connection."""
@@ -146,11 +158,7 @@ class KvpoolManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """The key's state by what is known now."""
         lookup = self._lookups.get(req_context.req_id)
-        if lookup is None:
-            return LookupResult.MISS
-        if lookup.is_overdue(time.monotonic()) or self._is_orphaned(lookup):
-            self._give_up(lookup)
-        return lookup.state(key)
+        return lookup.state(key) if lookup is not None else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """vLLM's own accounting: `ram` is the host, `valkey` is elsewhere."""
@@ -214,27 +222,33 @@ class KvpoolManager(OffloadingManager):
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request, local_tokens: int | None) -> None:
         now = time.monotonic()
         place = self._domain_of(request)
         if place is None or self.link is None or self._patience.is_paused(now):
             return
-        groups = [self._group_keys(keying, request) for keying in self._groups.values()]
+        groups = [self._group_keys(keying, request, local_tokens) for keying in self._groups.values()]
         missing = max((len(g.hashes) - g.local_blocks) * self._groups[g.group].tokens_per_block for g in groups)
         if missing <= 0:
             return
         rid = self.link.client.next_id()
         lookup = self._new_lookup(rid, request.request_id, groups, now, missing_tokens=missing)
+        lookup.local_tokens = max(g.local_blocks * self._groups[g.group].tokens_per_block for g in groups)
         self._lookups[request.request_id] = self._by_rid[rid] = lookup
-        message = wire.Prefetch(rid, request.request_id, *place, groups, self.rate.tokens_per_second)
+        message = wire.Prefetch(rid, lookup.name, *place, groups, self.rate.tokens_per_second)
         if self.link.client.send(message):
             self._stats.increase_counter(metrics.QUERIED_TOKENS, missing)
         else:
             self._forget(lookup)
 
-    def _group_keys(self, keying: GroupKeying, request: Request) -> wire.GroupKeys:
+    def _group_keys(self, keying: GroupKeying, request: Request, local_tokens: int | None) -> wire.GroupKeys:
         hashes = keying.hashes(request)
-        local = 0 if keying.window_blocks else self._gpu_blocks.leading_blocks(keying.key(h) for h in hashes)
+        if keying.window_blocks:
+            local = 0
+        elif local_tokens is None:
+            local = self._gpu_blocks.leading_blocks(keying.key(block_hash) for block_hash in hashes)
+        else:
+            local = min(local_tokens // keying.tokens_per_block, len(hashes))
         return wire.GroupKeys(keying.group, hashes, local)
 
     def _new_lookup(
@@ -281,7 +295,7 @@ class KvpoolManager(OffloadingManager):
     def _release(self, lookup: Lookup) -> None:
         self._by_rid.pop(lookup.rid, None)
         if self.link is not None:
-            self.link.client.send(wire.Release(self.link.client.next_id(), [lookup.request_id]))
+            self.link.client.send(wire.Release(self.link.client.next_id(), [lookup.name]))
 
     def _count_loaded(self, lookup: Lookup, keys: Collection[OffloadKey]) -> None:
         self._stats.increase_counter(metrics.LOADS)
@@ -306,11 +320,6 @@ class KvpoolManager(OffloadingManager):
 
 
 def _is_storable(request: Request) -> bool:
-    """Multimodal identifiers given by a client replace content hashes: such blocks are stored only when salted."""
-    if request.cache_salt or not request.mm_features:
-        return True
-    return all(_is_content_hash(feature.identifier) for feature in request.mm_features)
-
-
-def _is_content_hash(identifier: str) -> bool:
-    return len(identifier) == 2 * HASH_BYTES and all(c in "0123456789abcdef" for c in identifier)
+    """A client may give identifiers that replace the content hashes of its images, and they cannot be told from real ones:
+    blocks of multimodal requests are stored only when salted, so that nobody is served what another client named."""
+    return bool(request.cache_salt) or not request.mm_features

@@ -96,10 +96,11 @@ class KvpoolWorker(OffloadingWorker):
             finished, self._finished = self._finished, []
         return finished
 
-    def take_failed_loads(self) -> set[int]:
-        """Ids of loads that ended without their data, since the last call."""
+    def take_failed_loads(self, finished: set[int]) -> set[int]:
+        """Which of these finished loads ended without their data; each is told once, with its end."""
         with self._lock:
-            failed, self._failed_loads = self._failed_loads, set()
+            failed = self._failed_loads & finished
+            self._failed_loads -= failed
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
@@ -212,8 +213,8 @@ class KvpoolWorker(OffloadingWorker):
         return Outcome.DONE
 
     def _is_outdated(self, spec: LoadSpec) -> bool:
-        """Without its agent the mapped table no longer shows what a successor does: then only the lease protects."""
-        return not self._link.connected and time.monotonic_ns() >= spec.lease_until_ns
+        """A lost agent's table no longer shows what its successor does, and the loss may not be known yet: the lease counts."""
+        return time.monotonic_ns() >= spec.lease_until_ns
 
     # --- book-keeping -------------------------------------------------------------------------------------------------
 
@@ -235,9 +236,11 @@ class KvpoolWorker(OffloadingWorker):
             self._live.pop(job.job_id, None)
             timed = outcome is Outcome.DONE
             self._finished.append(TransferResult(job.job_id, True, size if timed else None, seconds if timed else None))
-            if isinstance(job.spec, LoadSpec) and outcome is not Outcome.DONE:
+            failed = isinstance(job.spec, LoadSpec) and outcome is not Outcome.DONE
+            if failed:
                 self._failed_loads.add(job.job_id)
-                logger.warning("kvpool: load job %d failed (%s); its request is recomputed", job.job_id, outcome.value)
+        if failed:
+            logger.warning("kvpool: load job %d failed (%s); its request is recomputed", job.job_id, outcome.value)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
