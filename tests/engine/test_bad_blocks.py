@@ -13,7 +13,6 @@ from kvpool_core import slot_table
 from kvpool_core.block_hash import block_hashes
 from tests.engine.answers import Loads, reference_pair, whole_blocks
 from tests.engine.conftest import fresh_prompt, settle
-from tests.harness import web
 from tests.harness.engine import BLOCK_SIZE, Answer, Engine, metric_sum
 from tests.harness.node import Node
 from tests.harness.stack import Stack
@@ -21,9 +20,7 @@ from tests.harness.stack import Stack
 
 def hashes_of(engine: Engine, prompt: str) -> list[bytes]:
     """Block hashes of a prompt, from the engine's own tokens."""
-    body = {"model": engine.served_name, "prompt": prompt}
-    tokens = web.request("POST", f"{engine.url}/tokenize", body).json()["tokens"]
-    return list(block_hashes(tokens, block_size=BLOCK_SIZE))
+    return list(block_hashes(engine.tokenize(prompt), block_size=BLOCK_SIZE))
 
 
 def with_prefix(reference: Engine, prompt: str, blocks: int) -> Answer:

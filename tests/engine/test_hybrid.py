@@ -48,8 +48,9 @@ def test_hybrid_prompt_comes_back_from_ram_and_from_valkey(hybrid: tuple[Engine,
     engine.wait_identified()
     engine.reset_own_cache()
     loads = Loads(engine)
-    assert engine.complete(prompt) == expected.cached
+    answer = engine.complete(prompt)
     assert loads.by_tier() == {"ram": 0, "valkey": whole_blocks(prompt)}
+    assert answer == expected.cached
 
 
 def test_engine_has_several_groups(hybrid: tuple[Engine, Engine, Node]) -> None:

@@ -100,7 +100,7 @@ def test_parts_are_killed_under_load(fleet: Stack) -> None:
     in_flight = [f for f in load.failures if f[0] <= router_dead and f[1] >= kill_begins]
     unexcused = [f for f in load.failures if f not in in_flight]
     assert not unexcused, f"failed though not in flight on the killed router: {unexcused}"
-    assert len(load.failures) <= CLIENTS
+    assert len(load.failures) <= 2 * CLIENTS, "one in flight per client, and one into the dying router's backlog"
 
     assert metric_sum(fleet.nodes[0].metrics(), "kvpool_agent_taken_over_blocks_total", fate="kept") > 0
     text = web.request("GET", f"{fleet.router.admin_url}/metrics").body.decode()

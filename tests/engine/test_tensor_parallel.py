@@ -91,6 +91,7 @@ def test_agent_stopped_while_a_load_is_leased(ranks: Ranks, size: int, message: 
     engine, prompt = ranks.engines[size], fresh_prompt()
     expected = reference_pair(ranks.references[size], prompt)
     engine.reset_own_cache()
+    wait_for(lambda: is_asking(ranks, engine), seconds=15, what="the engine asks its agent again after a pause")
     engine.complete(prompt)
     settle(ranks.node)
     engine.reset_own_cache()
@@ -100,6 +101,15 @@ def test_agent_stopped_while_a_load_is_leased(ranks: Ranks, size: int, message: 
     # after a Verdict the blocks are leased and loaded from the arena, without one they are computed
     assert answer == (expected.cached if message is wire.Verdict else expected.cold)
     assert_nothing_is_left(ranks)
+
+
+def is_asking(ranks: Ranks, engine: Engine) -> bool:
+    """Whether a new prompt's blocks are looked up; after several verdicts that did not come an engine pauses."""
+    seen: list[wire.Message] = []
+    ranks.tap.on_message = seen.append
+    engine.complete(fresh_prompt(), max_tokens=1)
+    ranks.tap.on_message = None
+    return any(isinstance(message, wire.Prefetch) for message in seen)
 
 
 class stopped_at:  # noqa: N801 reads as a statement

@@ -37,9 +37,10 @@ def test_prompt_comes_from_valkey_on_the_other_node(fleet: Stack, reference: Eng
 
 def test_answer_of_an_assistant_is_stored_for_the_next_turn(fleet: Stack) -> None:
     (a, b), prompt = fleet.engines, fresh_prompt()
-    answer = a.complete(prompt, max_tokens=96)
+    answer = a.complete(prompt, max_tokens=96, return_tokens_as_token_ids=True)
     settle(fleet.nodes[0])
-    next_turn = prompt + "".join(answer.tokens) + fresh_prompt(20)
+    said = [int(token.removeprefix("token_id:")) for token in answer.tokens]
+    next_turn = a.tokenize(prompt) + said + a.tokenize(fresh_prompt(20))
     loads = Loads(b)
     b.complete(next_turn, max_tokens=1)
     assert loads.by_tier()["valkey"] >= whole_blocks(prompt) + 64

@@ -157,6 +157,12 @@ class Engine:
         usage = next(event["usage"] for event in reversed(reply.events) if event.get("usage"))
         return Timed(answer, reply.first_event_seconds, usage["prompt_tokens"], reply.headers.get("x-kvpool-route", ""))
 
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, the engine's own."""
+        reply = web.request("POST", f"{self.url}/tokenize", {"model": self.served_name, "prompt": prompt})
+        assert reply.status == 200, f"{self.name} answered {reply.status}: {reply.body[:300]!r}"
+        return [int(token) for token in reply.json()["tokens"]]
+
     def reset_own_cache(self) -> None:
         """Forget the engine's own prefix cache; the tiers keep theirs."""
         self.program.wait_until(self._try_reset, seconds=30.0, what="reset of the prefix cache")
