@@ -64,7 +64,8 @@ class Subscriber:
             try:
                 await asyncio.wait_for(self._ready.wait(), timeout_seconds)
             except TimeoutError:
-                return b""
+                if not self._queue and not self.closed:  # a frame may have come in the very turn of the timeout
+                    return b""
         if self.closed:
             return None
         frame = self._queue.popleft()

@@ -83,6 +83,8 @@ class Node:
         """A GET of the admin API as JSON."""
         headers = {"authorization": f"Bearer {TOKEN}"}
         reply = web.request("GET", f"{self.admin_url}{path}", headers=headers)
+        if reply.status == 503:
+            raise ConnectionError(f"{self.name}: the agent has begun to listen, but not to serve: {reply.body[:300]!r}")
         assert reply.status == 200, f"{self.name}{path} answered {reply.status}: {reply.body[:300]!r}"
         return reply.json()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,20 @@ def test_reader_that_falls_behind_is_closed_not_served_with_a_gap() -> None:
         assert (len(hub), hub.overflows) == (1, 1)
 
     asyncio.run(scenario())
+
+
+def test_frame_that_comes_with_the_timeout_is_not_left_behind_a_sign_of_life() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for _round in range(20):
+            subscriber = Subscriber([])
+            waiting = asyncio.ensure_future(subscriber.next(0.002))
+            await asyncio.sleep(0)
+            loop.call_later(0.0021, subscriber.push, b"frame")
+            time.sleep(0.004)  # noqa: ASYNC251 the loop stalls, so that timeout and frame come in one turn
+            assert await waiting == b"frame"
+
+    asyncio.run(run())
 
 
 def test_engine_changes_travel_in_deltas() -> None:
