@@ -113,7 +113,9 @@ def test_parts_are_killed_under_load(fleet: Stack) -> None:
 def is_served(fleet: Stack, index: int) -> bool:
     """Whether a node's agent knows its engine's domain."""
     endpoint = fleet.engines[index].endpoint
-    return any(e["endpoint"] == endpoint and e["state"] == "known" for e in fleet.nodes[index].stats()["engines"])
+    return any(
+        e["endpoint"] == endpoint and e["state"] == "known" for e in fleet.nodes[index].stats().get("engines", [])
+    )
 
 
 def has_open_breaker(fleet: Stack) -> bool:
