@@ -63,6 +63,8 @@ def test_blocks_of_one_layout_load_in_the_other_with_equal_answers(ranks: Ranks,
     expected = reference_pair(ranks.references[loading], prompt)
     for engine in ranks.engines.values():
         engine.reset_own_cache()
+    loading_engine = ranks.engines[loading]
+    wait_for(lambda: is_asking(ranks, loading_engine), seconds=15, what="the engine asks its agent, not in a pause")
     ranks.engines[storing].complete(prompt)
     settle(ranks.node)
     ranks.engines[storing].reset_own_cache()
