@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 BIN := .kvpool/venv/bin
 PROVISION := $(PYTHON) tests/harness/provision.py
-export PYTHONPATH := $(CURDIR)/agent
+export PYTHONPATH := $(CURDIR)/agent:$(CURDIR)/operator
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help
@@ -91,8 +91,9 @@ ENGINE_LEFT_OUT := torchvision torchaudio torchcodec intel-openmp triton cuda-bi
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --no-annotate --generate-hashes --custom-compile-command "make lock" --python-version 3.11
 
 .PHONY: lock
-lock: venv ## Resolve requirements-dev.txt and requirements-engine.txt anew
+lock: venv ## Resolve requirements-{dev,image,engine}.txt anew
 	$(LOCK) --universal --extra dev --no-emit-package kvpool pyproject.toml --output-file requirements-dev.txt
+	$(LOCK) --universal --extra agent --extra operator --no-emit-package kvpool pyproject.toml --output-file requirements-image.txt
 	@printf '%s\n' $(ENGINE) > .kvpool/engine.in
 	@printf '%s\n' $(ENGINE_OVERRIDES) > .kvpool/engine-overrides.txt
 	@printf '%s\n' $(ENGINE_LEFT_OUT) > .kvpool/engine-left-out.txt

@@ -1,0 +1,1 @@
+"""The control plane: reconciles KVCachePool objects and puts the connector into engine pods."""
