@@ -63,11 +63,13 @@ format: venv ## Let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: generate
-generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md
+generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md, docs/api.md, crds/
 	$(BIN)/python tools/generate_configuration_docs.py
 	$(BIN)/python tools/generate_metrics_docs.py
+	$(BIN)/python -m tools.generate_crd
+	$(BIN)/python -m tools.generate_api_docs
 
-GENERATED := docs/configuration.md docs/metrics.md
+GENERATED := docs/configuration.md docs/metrics.md docs/api.md crds
 
 .PHONY: verify
 verify: generate ## Fail when a generated file differs from what is committed

@@ -1,0 +1,61 @@
+"""The Job that removes a pool's keys from an external Valkey when the pool goes.
+
+Invariant: it ends within PURGE_SECONDS whatever Valkey does, and touches keys that start with the pool's prefix only.
+"""
+
+from __future__ import annotations
+
+from kvpool_operator import names
+from kvpool_operator.names import Manifest
+from kvpool_operator.plan import pods
+from kvpool_operator.plan.agent import CREDENTIALS_FOLDER
+from kvpool_operator.pool import ExternalValkey, Pool
+from kvpool_operator.settings import Settings
+
+PURGE_SECONDS = 45
+"""The whole deletion shall take a minute, agents and pod start included."""
+
+
+def build_purge_job(pool: Pool, settings: Settings) -> Manifest | None:
+    """The Job; None unless the pool's keys lie in an external Valkey and shall go."""
+    external = pool.external
+    if external is None or not pool.must_purge:
+        return None
+    spec = pods.pod_spec(
+        pool,
+        "default",
+        restartPolicy="Never",
+        terminationGracePeriodSeconds=5,
+        containers=[_purge(pool, external, settings)],
+        volumes=[pods.secret_volume("valkey", external.secret_name)] if external.secret_name else None,
+    )
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": names.metadata(pool, names.purge_name(pool), names.PURGE),
+        "spec": {
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": PURGE_SECONDS + 10,
+            "template": {"metadata": {"labels": names.labels(pool, names.PURGE)}, "spec": spec},
+        },
+    }
+
+
+def _purge(pool: Pool, external: ExternalValkey, settings: Settings) -> Manifest:
+    command = ["kvpool-purge", "--prefix", names.key_prefix(pool), "--timeout-seconds", str(PURGE_SECONDS)]
+    for endpoint in external.endpoints:
+        command += ["--endpoint", endpoint]
+    if external.secret_name:
+        command += ["--username-file", f"{CREDENTIALS_FOLDER}/username"]
+        command += ["--password-file", f"{CREDENTIALS_FOLDER}/password"]
+    mounts = [{"name": "valkey", "mountPath": CREDENTIALS_FOLDER, "readOnly": True}]
+    return {
+        "name": "purge",
+        "image": settings.image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": command,
+        "securityContext": pods.security_context(),
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": mounts if external.secret_name else [],
+    }
