@@ -68,15 +68,15 @@ def _allowed_namespaces() -> Schema:
             ),
             "selector": label_selector("Labels of the namespaces; with `from: Selector` only."),
         },
-        default={},
-        **{
+        extra={
+            "default": {},
             RULES: [
                 rule(
                     "has(self.selector) == (self.from == 'Selector')",
                     "selector goes with from: Selector and with nothing else: set from to Selector, or remove selector",
                     field=".selector",
                 )
-            ]
+            ],
         },
     )
 
@@ -130,7 +130,7 @@ def _valkey() -> Schema:
     return struct(
         "The tier that all nodes share; absent: none.",
         {"managed": _managed(), "external": _external()},
-        **{
+        extra={
             RULES: [
                 rule(
                     "has(self.managed) != has(self.external)",
@@ -205,10 +205,10 @@ def _routing() -> Schema:
                         "Its annotations.", text("The annotation's value.", max_length=4096), max_properties=32
                     ),
                 },
-                default={},
+                extra={"default": {}},
             ),
         },
-        default={},
+        extra={"default": {}},
     )
 
 

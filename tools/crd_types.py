@@ -45,10 +45,12 @@ def count(description: str) -> Schema:
     return {"type": "integer", "format": "int32", "description": description, "minimum": 0}
 
 
-def struct(description: str, properties: Schema, *, required: list[str] | None = None, **more: Any) -> Schema:
+def struct(
+    description: str, properties: Schema, *, required: list[str] | None = None, extra: Schema | None = None
+) -> Schema:
     """An object with named fields."""
     needed = {"required": required} if required else {}
-    return {"type": "object", "description": description, "properties": properties, **needed, **more}
+    return {"type": "object", "description": description, "properties": properties, **needed, **(extra or {})}
 
 
 def items(description: str, item: Schema, *, max_items: int, **more: Any) -> Schema:
@@ -115,7 +117,7 @@ def label_selector(description: str) -> Schema:
                 **{"x-kubernetes-list-type": "atomic"},
             ),
         },
-        **{"x-kubernetes-map-type": "atomic"},
+        extra={"x-kubernetes-map-type": "atomic"},
     )
 
 

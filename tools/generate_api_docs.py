@@ -20,7 +20,7 @@ HEADER = """# KVCachePool (`kvpool.io/v1alpha1`)
 
 <!-- Written by `make generate` from tools/crd_*.py; edit those. -->
 
-Namespaced, short name `kvpool`. `kubectl explain kvpool.spec` says the same. 
+Namespaced, short name `kvpool`. `kubectl explain kvpool.spec` says the same.
 Names are DNS-1035 labels of at most 40 characters.
 `kubectl annotate kvpool NAME kvpool.io/reconcile=paused` makes the operator leave a pool alone until the annotation is removed.
 

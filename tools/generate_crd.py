@@ -66,7 +66,7 @@ def schema() -> dict[str, Any]:
             "status": status(),
         },
         required=["spec"],
-        **{"x-kubernetes-validations": [NAME_RULE]},
+        extra={"x-kubernetes-validations": [NAME_RULE]},
     )
 
 

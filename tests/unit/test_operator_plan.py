@@ -130,7 +130,7 @@ def test_gpu_taints_are_tolerated_beside_the_users_own() -> None:
 
 
 def test_fields_of_the_agent_reach_its_pods() -> None:
-    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    affinity: dict[str, Any] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     pool = make_pool(
         agent={
             "nodeSelector": {"gpu": "yes"},
