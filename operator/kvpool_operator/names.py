@@ -145,6 +145,17 @@ def far_metadata(pool: Pool, component: str, *, namespace: str | None) -> Manife
     return {"name": far_name(pool, component), **place, "labels": labels(pool, component)}
 
 
+def reference(pool: Pool) -> Manifest:
+    """What an Event about a pool refers to."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "namespace": pool.namespace,
+        "name": pool.name,
+        "uid": pool.uid,
+    }
+
+
 def digest(value: object) -> str:
     """Short hash of a JSON value, equal for equal values."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))

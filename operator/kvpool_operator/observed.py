@@ -73,6 +73,8 @@ class Pod:
     is_ready: bool = False
     is_terminating: bool = False
     unscheduled: str = ""
+    target_node: str = ""
+    """The node that a DaemonSet's pod is meant for."""
     created_at: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +106,10 @@ class Workload:
     updated: int = 0
     is_current: bool = True
     """Whether its controller has seen the newest generation."""
+    config_hash: str = ""
+    """Of its present template."""
+    failure: str = ""
+    """Why its controller cannot make pods, as far as it says so in its status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,8 @@ class WarningEvent:
     object_uid: str
     reason: str
     message: str
+    object_kind: str = ""
+    object_name: str = ""
     last_seen: str = ""
 
 
@@ -174,8 +182,6 @@ class Observed:
     warnings: tuple[WarningEvent, ...] = ()
     stats: Mapping[str, AgentStats] = field(default_factory=dict)
     """By pod uid."""
-    agent_hash: str = ""
-    """Of the agents' present template."""
     agent_image: str = ""
     agent_memory_bytes: int = 0
     """Memory request of an agent pod."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvpool_operator import names
 from kvpool_operator.observed import Container, Namespace, Node, Pod, Taint, WarningEvent, Workload
 
 Raw = Mapping[str, Any]
@@ -73,6 +74,7 @@ def pod(raw: Raw) -> Pod:
         is_ready=_condition(status, "Ready").get("status") == "True",
         is_terminating=bool(meta.get("deletionTimestamp")),
         unscheduled=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
+        target_node=_target_node(spec),
         created_at=meta.get("creationTimestamp") or "",
         labels=meta.get("labels") or {},
         annotations={
@@ -80,6 +82,17 @@ def pod(raw: Raw) -> Pod:
         },
         containers=tuple(_container(state) for state in states),
     )
+
+
+def _target_node(spec: Raw) -> str:
+    """A DaemonSet's pod names its node in an affinity to a field."""
+    affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    for term in required.get("nodeSelectorTerms") or ():
+        for field in term.get("matchFields") or ():
+            if field.get("key") == "metadata.name" and field.get("values"):
+                return str(field["values"][0])
+    return ""
 
 
 def _container(raw: Raw) -> Container:
@@ -105,8 +118,8 @@ def workload(raw: Raw) -> Workload:
     meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     kind = raw["kind"]
     is_daemon_set = kind == "DaemonSet"
-    names = ("desiredNumberScheduled", "currentNumberScheduled", "numberReady", "updatedNumberScheduled")
-    counts = names if is_daemon_set else ("", "replicas", "readyReplicas", "updatedReplicas")
+    daemon = ("desiredNumberScheduled", "currentNumberScheduled", "numberReady", "updatedNumberScheduled")
+    counts = daemon if is_daemon_set else ("", "replicas", "readyReplicas", "updatedReplicas")
     desired, existing, ready, updated = (int(status.get(name) or 0) for name in counts)
     return Workload(
         kind=kind,
@@ -117,6 +130,8 @@ def workload(raw: Raw) -> Workload:
         ready=ready,
         updated=updated,
         is_current=int(status.get("observedGeneration") or 0) >= int(meta.get("generation") or 0),
+        config_hash=_template_annotations(spec).get(names.CONFIG_HASH, ""),
+        failure=_condition(status, "ReplicaFailure").get("message", ""),
     )
 
 
@@ -124,12 +139,20 @@ def warning(raw: Raw) -> WarningEvent:
     """A Warning Event of the core API."""
     series = raw.get("series") or {}
     seen = raw.get("lastTimestamp") or series.get("lastObservedTime") or raw.get("eventTime") or ""
+    about = raw.get("involvedObject") or {}
     return WarningEvent(
-        object_uid=(raw.get("involvedObject") or {}).get("uid", ""),
+        object_uid=about.get("uid", ""),
+        object_kind=about.get("kind", ""),
+        object_name=about.get("name", ""),
         reason=raw.get("reason") or "",
         message=raw.get("message") or "",
         last_seen=seen or (raw["metadata"].get("creationTimestamp") or ""),
     )
+
+
+def _template_annotations(spec: Raw) -> Raw:
+    found: Raw = ((spec.get("template") or {}).get("metadata") or {}).get("annotations") or {}
+    return found
 
 
 def _condition(status: Raw, kind: str) -> Raw:

@@ -51,9 +51,12 @@ AGENT_NOT_READY: Final = "AgentNotReady"
 AGENT_UNREACHABLE: Final = "AgentUnreachable"
 
 # --- Valkey -----------------------------------------------------------------------------------------------------------
-CLUSTER_FORMING: Final = "ClusterForming"
-SHARD_LOST: Final = "ShardLost"
-RESHARDING: Final = "Resharding"
+CLUSTER_FORMING: Final = "ClusterForming"  # these six are given by kvpool_operator.valkey
+SHARD_MISSING: Final = "ShardMissing"
+CLUSTER_HEALING: Final = "ClusterHealing"
+CLUSTER_SETTLING: Final = "ClusterSettling"
+SLOTS_MOVING: Final = "SlotsMoving"
+HEALING_INTERRUPTED: Final = "HealingInterrupted"
 VALKEY_PASSWORD_WRONG: Final = "ValkeyPasswordWrong"
 VALKEY_UNREACHABLE: Final = "ValkeyUnreachable"
 VALKEY_DEGRADED: Final = "ValkeyDegraded"
@@ -68,6 +71,7 @@ ROLLOUT_STOPPED: Final = "RolloutStopped"
 WAITING_FOR_OTHER_POOL: Final = "WaitingForOtherPool"
 
 # --- Events only ------------------------------------------------------------------------------------------------------
+VALKEY_HEALED: Final = "ValkeyHealed"
 DRIFT_CORRECTED: Final = "DriftCorrected"
 AGENT_REPLACED: Final = "AgentReplaced"
 PURGING: Final = "Purging"

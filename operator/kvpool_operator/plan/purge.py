@@ -32,9 +32,15 @@ def build_purge_job(pool: Pool, settings: Settings) -> Manifest | None:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": names.metadata(pool, names.purge_name(pool), names.PURGE),
+        # no owner: a deletion in the foreground would take the Job away before it ran
+        "metadata": {
+            "name": names.purge_name(pool),
+            "namespace": pool.namespace,
+            "labels": names.labels(pool, names.PURGE),
+        },
         "spec": {
             "backoffLimit": 0,
+            "ttlSecondsAfterFinished": 300,
             "activeDeadlineSeconds": PURGE_SECONDS + 10,
             "template": {"metadata": {"labels": names.labels(pool, names.PURGE)}, "spec": spec},
         },

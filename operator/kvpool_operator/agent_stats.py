@@ -1,0 +1,89 @@
+"""Asks agents how they are, and to drain.
+
+Invariant: asking never takes longer than its deadline and never raises: what went wrong is part of the answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from kvpool_operator.observed import AgentStats, Pod
+from kvpool_operator.plan.pods import ADMIN_PORT
+
+ASK_TIMEOUT_SECONDS = 2.0
+ALL_TIMEOUT_SECONDS = 10.0
+"""For all agents of a pool together; those not reached by then are left out."""
+THREADS = 16
+ANSWER_MAX_BYTES = 4 << 20
+
+
+def ask_all(pods: Iterable[Pod], token: str, *, port: int = ADMIN_PORT) -> dict[str, AgentStats]:
+    """What each agent says, by pod uid. Pods that cannot answer yet are left out."""
+    asked = [pod for pod in pods if pod.ip and pod.phase == "Running" and not pod.is_terminating]
+    if not asked:
+        return {}
+    threads = ThreadPoolExecutor(max_workers=min(THREADS, len(asked)), thread_name_prefix="agent-stats")
+    try:
+        futures = {threads.submit(ask, pod.ip, token, port=port): pod.uid for pod in asked}
+        done, _ = wait(futures, timeout=ALL_TIMEOUT_SECONDS)
+        return {futures[future]: future.result() for future in done}
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def ask(ip: str, token: str, *, port: int = ADMIN_PORT) -> AgentStats:
+    """What one agent says."""
+    try:
+        return parse_stats(_request("GET", ip, port, "/v1/stats", token, ASK_TIMEOUT_SECONDS))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return AgentStats(error=f"{type(error).__name__}: {error}")
+
+
+def drain(ip: str, token: str, seconds: float, *, port: int = ADMIN_PORT) -> bool:
+    """Have an agent write to Valkey what waits; whether it did in time."""
+    try:
+        path = f"/v1/drain?timeout_seconds={seconds:g}"
+        return bool(_request("POST", ip, port, path, token, seconds + ASK_TIMEOUT_SECONDS).get("drained"))
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+
+
+def parse_stats(answer: Mapping[str, Any]) -> AgentStats:
+    """The parts of `/v1/stats` that status is made from."""
+    arena = answer.get("arena") or {}
+    valkey = answer.get("valkey") or {}
+    return AgentStats(
+        is_ready=bool(answer.get("ready")),
+        waiting_for=str(answer.get("waiting_for") or arena.get("waiting_for") or ""),
+        arena_reason=str(arena.get("reason") or ""),
+        valkey_state=str(valkey.get("state") or ""),
+        valkey_detail=str(valkey.get("detail") or ""),
+        is_draining=bool(answer.get("draining")),
+    )
+
+
+def _request(method: str, ip: str, port: int, path: str, token: str, timeout_seconds: float) -> Mapping[str, Any]:
+    """A decoded JSON answer. Straight to the pod: proxies of the environment are for other traffic."""
+    deadline = time.monotonic() + timeout_seconds
+    connection = http.client.HTTPConnection(ip, port, timeout=timeout_seconds)
+    try:
+        connection.request(method, path, headers={"Authorization": f"Bearer {token}", "Connection": "close"})
+        response = connection.getresponse()
+        body = b""
+        while chunk := response.read1(65536):
+            body += chunk
+            if time.monotonic() > deadline or len(body) > ANSWER_MAX_BYTES:
+                raise TimeoutError("the answer is too slow or too long")
+        if response.status != 200:
+            raise ValueError(f"status {response.status}")
+        answer = json.loads(body)
+    finally:
+        connection.close()
+    if not isinstance(answer, dict):
+        raise ValueError("the answer is no JSON object")
+    return answer

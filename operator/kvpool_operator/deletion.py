@@ -1,0 +1,95 @@
+"""The end of a pool whose keys lie in somebody else's Valkey.
+
+Pure. Invariant: every state of the world leads to the finalizer's removal, at the latest GIVE_UP_SECONDS after the deletion; keys
+are removed only when no agent can write new ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool_operator import names, reasons
+from kvpool_operator.observed import Pod
+
+AGENTS_SECONDS = 25.0
+"""Agents that are still there then are on nodes that are away: they cannot be waited for."""
+GIVE_UP_SECONDS = 100.0
+"""Agents, a pod's start, 45 s of removing keys."""
+
+
+class Act(enum.Enum):
+    """What to do next."""
+
+    REMOVE_AGENTS = "remove agents"
+    WAIT = "wait"
+    CREATE_JOB = "create job"
+    FINISH = "finish"
+    """Remove the finalizer; the garbage collector does the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`reason` and `message`: the Event that goes with it; "" = none."""
+
+    act: Act
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is there while a pool goes. `job`: the purge Job as the API server has it."""
+
+    age_seconds: float
+    is_namespace_terminating: bool
+    has_finalizer: bool
+    must_purge: bool
+    has_daemon_set: bool
+    agents: tuple[Pod, ...]
+    job: Mapping[str, Any] | None
+    is_job_ours: bool
+    job_message: str
+    key_prefix: str
+
+
+def next_step(scene: Scene) -> Step:
+    """What to do next."""
+    if not scene.has_finalizer or scene.is_namespace_terminating or not scene.must_purge:
+        return Step(Act.FINISH)
+    if scene.age_seconds > GIVE_UP_SECONDS:
+        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, "purging took too long"))
+    if scene.has_daemon_set:
+        return Step(Act.REMOVE_AGENTS)
+    if scene.agents and scene.age_seconds < AGENTS_SECONDS:
+        return Step(Act.REMOVE_AGENTS)
+    if scene.job is None:
+        return Step(Act.CREATE_JOB, reasons.PURGING, f"removing keys that begin with {scene.key_prefix!r} from Valkey")
+    if not scene.is_job_ours:
+        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, "a Job of another owner has the purge Job's name"))
+    return _after_job(scene, scene.job)
+
+
+def _after_job(scene: Scene, job: Mapping[str, Any]) -> Step:
+    conditions = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or ()}
+    if conditions.get("Complete", {}).get("status") == "True":
+        return Step(Act.FINISH, reasons.KEYS_PURGED, scene.job_message or "the pool's keys are removed from Valkey")
+    if conditions.get("Failed", {}).get("status") == "True":
+        why = scene.job_message or conditions["Failed"].get("message", "") or "the purge Job failed"
+        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, why))
+    return Step(Act.WAIT)
+
+
+def _left(scene: Scene, why: str) -> str:
+    return (
+        f"keys that begin with {scene.key_prefix!r} may be left in Valkey: {why}: remove them with "
+        f"valkey-cli --scan --pattern '{scene.key_prefix}*' and UNLINK, or let them be evicted"
+    )
+
+
+def job_message(pods: tuple[Pod, ...]) -> str:
+    """What the purge Job's pod said at its end."""
+    said = [one.exit_message for pod in pods if pod.component == names.PURGE for one in pod.containers]
+    return " ".join("; ".join(text for text in said if text).split())

@@ -1,0 +1,120 @@
+"""Carries out a pool's end.
+
+Invariant: what `deletion` decides is done in one request each, so being killed in between loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpool_operator import deletion, gathering, names, projections, reasons
+from kvpool_operator.deletion import Act, Scene
+from kvpool_operator.kube import Kube
+from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
+from kvpool_operator.ownership import Claim, claim
+from kvpool_operator.plan.purge import build_purge_job
+from kvpool_operator.pool import Pool
+from kvpool_operator.settings import Settings
+from kvpool_operator.story import Storyteller
+
+POLL_SECONDS = 1.0
+AGENT_GRACE_SECONDS = 1
+"""No drain: what agents would still write is about to be removed."""
+
+
+class Finisher:
+    """Of any pool."""
+
+    def __init__(self, kube: Kube, settings: Settings, story: Storyteller) -> None:
+        self._kube = kube
+        self._settings = settings
+        self._story = story
+
+    def keep_finalizer(self, pool: Pool, raw: dict[str, Any]) -> None:
+        """A living pool has the finalizer exactly when its keys must be purged."""
+        if pool.must_purge == (names.FINALIZER in pool.finalizers):
+            return
+        others = [one for one in pool.finalizers if one != names.FINALIZER]
+        self._set_finalizers(pool, raw, [*others, names.FINALIZER] if pool.must_purge else others)
+
+    def step(self, pool: Pool, raw: dict[str, Any], *, age_seconds: float) -> float | None:
+        """One step of the end; seconds until the next one, None when there is none."""
+        namespace = self._kube.get("Namespace", None, pool.namespace)
+        scene, daemon_set, job = self._look(pool, namespace, age_seconds)
+        step = deletion.next_step(scene)
+        if step.reason:
+            is_warning = step.reason == reasons.KEYS_LEFT
+            self._story.tell(names.reference(pool), step.reason, step.message, is_warning=is_warning, once="end")
+        actions: dict[Act, Callable[[], float | None]] = {
+            Act.WAIT: lambda: POLL_SECONDS,
+            Act.REMOVE_AGENTS: lambda: self._remove_agents(pool, daemon_set, scene),
+            Act.CREATE_JOB: lambda: self._create_job(pool),
+            Act.FINISH: lambda: self._finish(pool, raw, job if scene.is_job_ours else None),
+        }
+        return actions[step.act]()
+
+    def _look(
+        self, pool: Pool, namespace: dict[str, Any] | None, age_seconds: float
+    ) -> tuple[Scene, dict[str, Any] | None, dict[str, Any] | None]:
+        has_finalizer = names.FINALIZER in pool.finalizers
+        spaces = () if namespace is None else (projections.namespace(namespace),)
+        daemon_set = self._own("DaemonSet", pool, names.agent_name(pool))
+        job = self._kube.get("Job", pool.namespace, names.purge_name(pool))
+        pods = gathering.read_pods(self._kube, pool) if has_finalizer else ()
+        scene = Scene(
+            age_seconds=age_seconds,
+            is_namespace_terminating=gathering.is_terminating(spaces, pool.namespace),
+            has_finalizer=has_finalizer,
+            must_purge=pool.must_purge,
+            has_daemon_set=daemon_set is not None and not daemon_set["metadata"].get("deletionTimestamp"),
+            agents=tuple(pod for pod in pods if pod.component == names.AGENT),
+            job=job,
+            is_job_ours=job is not None and claim(job["metadata"], pool) is Claim.OURS,
+            job_message=deletion.job_message(pods),
+            key_prefix=names.key_prefix(pool),
+        )
+        return scene, daemon_set, job
+
+    def _own(self, kind: str, pool: Pool, name: str) -> dict[str, Any] | None:
+        raw = self._kube.get(kind, pool.namespace, name)
+        return raw if raw is not None and claim(raw["metadata"], pool) in (Claim.OURS, Claim.GOING) else None
+
+    def _remove_agents(self, pool: Pool, daemon_set: dict[str, Any] | None, scene: Scene) -> float:
+        if daemon_set is not None and scene.has_daemon_set:
+            uid = daemon_set["metadata"]["uid"]
+            self._kube.delete("DaemonSet", pool.namespace, names.agent_name(pool), uid=uid)
+        for pod in scene.agents:
+            self._kube.delete("Pod", pod.namespace, pod.name, uid=pod.uid, grace_seconds=AGENT_GRACE_SECONDS)
+        return POLL_SECONDS
+
+    def _create_job(self, pool: Pool) -> float | None:
+        job = build_purge_job(pool, self._settings)
+        if job is None:
+            return POLL_SECONDS
+        try:
+            self._kube.create(job)
+        except ConflictError:
+            return POLL_SECONDS
+        except (ForbiddenError, InvalidError) as error:
+            message = f"the purge Job is refused: {error}: keys that begin with {names.key_prefix(pool)!r} are left"
+            self._story.tell(names.reference(pool), reasons.KEYS_LEFT, message, is_warning=True, once="end")
+            raw = self._kube.get(names.KIND, pool.namespace, pool.name)
+            return None if raw is None else self._finish(pool, raw, None)
+        return POLL_SECONDS
+
+    def _finish(self, pool: Pool, raw: dict[str, Any], job: dict[str, Any] | None) -> float | None:
+        """There is no next step."""
+        if job is not None:
+            self._kube.delete("Job", pool.namespace, names.purge_name(pool), uid=job["metadata"]["uid"])
+        if names.FINALIZER in pool.finalizers:
+            self._set_finalizers(pool, raw, [one for one in pool.finalizers if one != names.FINALIZER])
+        return None
+
+    def _set_finalizers(self, pool: Pool, raw: dict[str, Any], finalizers: list[str]) -> None:
+        """Only if nobody else changed the pool since it was read: the list is replaced as a whole."""
+        meta = {"finalizers": finalizers, "resourceVersion": raw["metadata"]["resourceVersion"]}
+        try:
+            self._kube.merge(names.KIND, pool.namespace, pool.name, {"metadata": meta})
+        except NotFoundError:
+            return

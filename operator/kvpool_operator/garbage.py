@@ -1,0 +1,42 @@
+"""Removes what dead pools left where the garbage collector does not go.
+
+Invariant: an object goes only when it says which pool it belongs to by uid, and that uid was not among the pools *after* the
+object was seen; and only exactly that object goes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvpool_operator import names
+from kvpool_operator.kube import Kube, Raw
+
+log = logging.getLogger("kvpool.operator.garbage")
+
+
+def collect(kube: Kube, *, operator_namespace: str) -> int:
+    """Remove bindings, purge Jobs and master Secrets of pools that are no more; how many."""
+    found = [raw for raw in _far_objects(kube, operator_namespace) if _uid(raw)]
+    living = {raw["metadata"]["uid"] for raw in kube.list_all(names.KIND)}
+    dead = [raw for raw in found if _uid(raw) not in living]
+    for raw in dead:
+        meta = raw["metadata"]
+        log.info("removing what a dead pool left", extra={"data": {"kind": raw["kind"], "name": meta["name"]}})
+        kube.delete(raw["kind"], meta.get("namespace"), meta["name"], uid=meta["uid"])
+    return len(dead)
+
+
+def _far_objects(kube: Kube, operator_namespace: str) -> list[Raw]:
+    labels = f"{names.MANAGED_BY_LABEL}={names.FIELD_MANAGER},{names.POOL_UID_LABEL}"
+    found = [raw for kind in ("ClusterRoleBinding", "RoleBinding") for raw in kube.list_all(kind, labels=labels)]
+    found += kube.list_all("Job", labels=f"{labels},{names.COMPONENT_LABEL}={names.PURGE}")
+    found += kube.list_all("Secret", namespace=operator_namespace, labels=labels)
+    return [raw for raw in found if not raw["metadata"].get("deletionTimestamp") and not _has_owner(raw)]
+
+
+def _has_owner(raw: Raw) -> bool:
+    return bool(raw["metadata"].get("ownerReferences"))
+
+
+def _uid(raw: Raw) -> str:
+    return str((raw["metadata"].get("labels") or {}).get(names.POOL_UID_LABEL, ""))

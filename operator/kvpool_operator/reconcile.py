@@ -1,0 +1,309 @@
+"""One look at one pool: gather, plan, apply, status, Events.
+
+Invariant: level-based: what to do follows from what is there, so a reconcile may be cut off anywhere and repeated at any
+time; what is remembered between two only saves work. At most one status write each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Protocol
+
+from kvpool_operator import agent_stats, gathering, names, projections, reasons, rollout, status
+from kvpool_operator.applying import Applier, Outcome
+from kvpool_operator.finishing import Finisher
+from kvpool_operator.garbage import collect
+from kvpool_operator.kube import Kube, Raw
+from kvpool_operator.kube_errors import NotFoundError
+from kvpool_operator.names import Manifest
+from kvpool_operator.observed import Namespace, Node, Observed, Pod, Rollout, ValkeyHealth, Workload
+from kvpool_operator.plan import PlanInputs, agent, allowed_namespaces, plan
+from kvpool_operator.plan.secrets import Generated, build_master, decode, generate
+from kvpool_operator.pool import Pool, PoolError, parse_pool
+from kvpool_operator.settings import Settings
+from kvpool_operator.status.condition import changed
+from kvpool_operator.status.problems import ending
+from kvpool_operator.story import Storyteller
+
+UNSETTLED_SECONDS = 2.0
+"""Until the next look at a pool that is not as it should be."""
+TIER_SECONDS = 15.0
+"""Until the next look at a pool with a shared tier: no event tells that a shard or a password is lost."""
+DRAIN_SECONDS = 5.0
+RECENT_SECONDS = 600.0
+"""Restarts longer ago are history."""
+
+log = logging.getLogger("kvpool.operator.reconcile")
+Key = tuple[str, str]
+
+
+class Healer(Protocol):
+    """One step of forming and healing a managed Valkey (`valkey_health.heal`); blocking."""
+
+    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+        """What was seen and done."""
+
+
+class Clock(Protocol):
+    """Time as people write it."""
+
+    def __call__(self) -> datetime:
+        """Now, in UTC."""
+
+
+def rfc3339(moment: datetime) -> str:
+    """As Kubernetes writes times."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def seconds_since(text: str, now: datetime) -> float:
+    """Since an RFC 3339 time; 0 when it is none."""
+    try:
+        return (now - datetime.fromisoformat(text)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is known of one pool (by uid) from the last time; only saves work."""
+
+    applier: Applier
+    replicas: int = 0
+    """Valkey pods that the last step of healing wanted; 0 = unknown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Gathered:
+    """What was read in one look."""
+
+    namespaces: tuple[Namespace, ...]
+    nodes: tuple[Node, ...]
+    pods: tuple[Pod, ...]
+    generated: Generated
+    now: datetime
+    workloads: tuple[Workload, ...] = field(default=())
+
+
+class Reconciler:
+    """Of all pools; one thread a pool at a time (the queue sees to that)."""
+
+    def __init__(
+        self, kube: Kube, settings: Settings, *, story: Storyteller, heal: Healer, clock: Callable[[], datetime]
+    ) -> None:
+        self._kube = kube
+        self._settings = settings
+        self._story = story
+        self._heal = heal
+        self._clock = clock
+        self._finisher = Finisher(kube, settings, story)
+        self._turn = rollout.Turn()
+        self._memories: dict[str, Memory] = {}
+        self._uids: dict[Key, str] = {}
+
+    def reconcile(self, key: Key) -> float | None:
+        """Look at one pool; seconds until the next look at the latest, None: the resync will do."""
+        raw = self._kube.get(names.KIND, *key)
+        self._forget_others(key, raw["metadata"]["uid"] if raw else "")
+        if raw is None:
+            collect(self._kube, operator_namespace=self._settings.namespace)
+            return None
+        now = self._clock()
+        try:
+            pool = parse_pool(raw)
+        except PoolError as error:
+            self._refuse(raw, error, now)
+            return None
+        if pool.is_paused:
+            self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
+            return None
+        if pool.deletion_timestamp:
+            return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
+        self._finisher.keep_finalizer(pool, raw)
+        return self._reconcile_living(pool, now)
+
+    def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
+        namespaces = gathering.read_namespaces(self._kube, pool)
+        if gathering.is_terminating(namespaces, pool.namespace):
+            return None  # nothing can be made there any more; the pool goes with it
+        memory = self._memories.setdefault(pool.uid, Memory(Applier(self._kube)))
+        gathered = Gathered(
+            namespaces=namespaces,
+            nodes=gathering.read_nodes(self._kube, pool),
+            pods=gathering.read_pods(self._kube, pool),
+            generated=self._secrets(pool),
+            now=now,
+        )
+        valkey = self._heal_valkey(pool, gathered, memory)
+        allowed = allowed_namespaces(pool, namespaces)
+        inputs = PlanInputs(allowed=allowed, generated=gathered.generated, valkey_replicas=self._replicas(pool, memory))
+        outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
+        gathered.workloads = _workloads(outcome)
+        observed = self._observe(pool, gathered, outcome, allowed, valkey)
+        observed = replace(observed, rollout=self._roll(pool, observed, gathered))
+        written = status.build_status(pool, observed, now=rfc3339(now))
+        self._tell(pool, written, observed, outcome, now)
+        self._write_status(pool, written)
+        return _next_look(pool, written)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _secrets(self, pool: Pool) -> Generated:
+        """What was generated for the pool; the master copy is made or completed first."""
+        namespace = self._settings.namespace
+        raw = self._kube.get("Secret", namespace, names.master_name(pool.uid))
+        generated = generate(decode((raw or {}).get("data")))
+        wanted = build_master(pool, generated, namespace=namespace)
+        if raw is None:
+            self._kube.create(wanted)  # a conflict means that somebody else made one: read it next time
+        elif raw.get("data") != wanted["data"]:
+            self._kube.apply(wanted, uid=raw["metadata"]["uid"])
+        return generated
+
+    def _heal_valkey(self, pool: Pool, gathered: Gathered, memory: Memory) -> ValkeyHealth | None:
+        if pool.managed is None:
+            memory.replicas = 0
+            return None
+        pods = [pod for pod in gathered.pods if pod.component == names.VALKEY]
+        if not pods:
+            return None
+        password = gathered.generated.operator_password
+        health = self._heal(pods, shards=pool.managed.shards, password=password)
+        memory.replicas = health.replicas
+        return health
+
+    def _replicas(self, pool: Pool, memory: Memory) -> int:
+        """How many Valkey pods there must be: never fewer than there are while it is unknown whether they hold slots."""
+        if pool.managed is None:
+            return 0
+        if memory.replicas:
+            return memory.replicas
+        raw = self._kube.get("StatefulSet", pool.namespace, names.valkey_name(pool))
+        present = int((raw.get("spec") or {}).get("replicas") or 0) if raw else 0
+        return max(pool.managed.shards, present)
+
+    def _observe(
+        self, pool: Pool, gathered: Gathered, outcome: Outcome, allowed: tuple[str, ...], valkey: ValkeyHealth | None
+    ) -> Observed:
+        agents = tuple(pod for pod in gathered.pods if pod.component == names.AGENT)
+        amiss = not all(pod.is_ready for pod in gathered.pods) or any(
+            one.existing < one.desired for one in gathered.workloads
+        )
+        return Observed(
+            nodes=gathered.nodes,
+            pods=gathered.pods,
+            engines=gathering.read_engines(self._kube, pool),
+            candidates=gathering.read_candidates(self._kube, pool, allowed),
+            workloads=gathered.workloads,
+            warnings=gathering.read_warnings(self._kube, pool) if amiss else (),
+            stats=agent_stats.ask_all(agents, gathered.generated.token),
+            agent_image=agent.image(pool, self._settings),
+            agent_memory_bytes=agent.pod_memory_bytes(pool),
+            valkey=valkey,
+            refusals=tuple(outcome.refusals),
+            waiting_for_former=", ".join(outcome.going),
+        )
+
+    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered) -> Rollout:
+        """Replace an outdated agent if one may go now."""
+        workload = observed.workload("DaemonSet")
+        if workload is None or not workload.is_current:
+            return Rollout()
+        agents = observed.pods_of(names.AGENT)
+        fleet = rollout.Fleet(
+            agents=agents,
+            desired=workload.desired,
+            wanted_hash=workload.config_hash,
+            nodes={node.name: node for node in gathered.nodes},
+            age_seconds={pod.uid: seconds_since(pod.created_at, gathered.now) for pod in agents},
+        )
+        is_outdated = any(pod.config_hash != fleet.wanted_hash for pod in agents)
+        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid))
+        if step.rollout.reason in ("", reasons.ROLLOUT_STOPPED):
+            self._turn.give_back(pool.uid)
+        if step.victim is not None:
+            self._replace_agent(pool, step.victim, fleet, gathered.generated.token)
+        return step.rollout
+
+    def _replace_agent(self, pool: Pool, victim: Pod, fleet: rollout.Fleet, token: str) -> None:
+        if fleet.is_serving(victim) and victim.ip:
+            agent_stats.drain(victim.ip, token, DRAIN_SECONDS)
+        self._kube.delete("Pod", victim.namespace, victim.name, uid=victim.uid)
+        message = f"replacing agent {victim.name} on node {victim.node}: its template is outdated"
+        self._story.tell(
+            names.reference(pool), reasons.AGENT_REPLACED, message, is_warning=False, once=f"replaced {victim.uid}"
+        )
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, pool: Pool, written: Manifest, observed: Observed, outcome: Outcome, now: datetime) -> None:
+        about = names.reference(pool)
+        for one in changed(pool.status.get("conditions") or (), written["conditions"]):
+            said = f"{one['type']} is {one['status']}: {one['message']}"
+            once = f"{one['lastTransitionTime']} {one['reason']}"
+            self._story.tell(about, one["reason"], said, is_warning=one["status"] == "False", once=once)
+        for what in outcome.corrected:
+            message = f"{what} was changed by somebody else and is put back: change the pool instead"
+            self._story.tell(about, reasons.DRIFT_CORRECTED, message, is_warning=True)
+        for action in observed.valkey.actions if observed.valkey else ():
+            self._story.tell(about, reasons.VALKEY_HEALED, action, is_warning=False)
+        self._tell_restarts(about, observed, now)
+
+    def _tell_restarts(self, about: Manifest, observed: Observed, now: datetime) -> None:
+        for pod in observed.pods:
+            for one in pod.containers:
+                if not one.restarts or seconds_since(one.finished_at, now) > RECENT_SECONDS:
+                    continue
+                message = (
+                    f"container {one.name} of pod {pod.name} on node {pod.node} ended ({ending(one)}) and was restarted"
+                )
+                once = f"{pod.uid} {one.name} {one.restarts}"
+                self._story.tell(about, reasons.CONTAINER_RESTARTED, message, is_warning=True, once=once)
+
+    def _refuse(self, raw: Raw, error: PoolError, now: datetime) -> None:
+        meta = raw["metadata"]
+        former = raw.get("status") or {}
+        wanted = status.refused_status(former, int(meta.get("generation", 0)), str(error), now=rfc3339(now))
+        if wanted != former:
+            self._apply_status(meta["namespace"], meta["name"], meta["uid"], wanted)
+
+    def _write_status(self, pool: Pool, wanted: Manifest) -> None:
+        if wanted != pool.status:
+            self._apply_status(pool.namespace, pool.name, pool.uid, wanted)
+
+    def _apply_status(self, namespace: str, name: str, uid: str, wanted: Manifest) -> None:
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {"namespace": namespace, "name": name},
+            "status": wanted,
+        }
+        try:
+            self._kube.apply(body, uid=uid, subresource="status")
+        except NotFoundError:
+            log.info("the pool went meanwhile", extra={"data": {"namespace": namespace, "pool": name}})
+
+    def _forget_others(self, key: Key, uid: str) -> None:
+        """Of a pool that is gone or was made anew, nothing is remembered."""
+        former = self._uids.get(key, uid)
+        if former != uid:
+            self._memories.pop(former, None)
+            self._turn.give_back(former)
+        if uid:
+            self._uids[key] = uid
+        else:
+            self._uids.pop(key, None)
+
+
+def _workloads(outcome: Outcome) -> tuple[Workload, ...]:
+    kinds = ("DaemonSet", "Deployment", "StatefulSet")
+    return tuple(projections.workload(raw) for key, raw in outcome.live.items() if key[0] in kinds)
+
+
+def _next_look(pool: Pool, written: Manifest) -> float | None:
+    if not all(one["status"] == "True" for one in written["conditions"]):
+        return UNSETTLED_SECONDS
+    return None if pool.managed is None and pool.external is None else TIER_SECONDS

@@ -1,0 +1,116 @@
+"""What status says of the shared tier.
+
+Pure. Invariant: a managed Valkey is judged by its own cluster first and by the agents' word after that, an external one by
+the agents' word alone: the operator has no way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpool_operator import names, reasons
+from kvpool_operator.observed import AgentStats, Observed, ValkeyHealth
+from kvpool_operator.pool import Pool
+from kvpool_operator.status.agents import node_map
+from kvpool_operator.status.condition import Condition, Problem, fails, holds, unknown
+from kvpool_operator.status.problems import creation_problem, pod_problem
+
+KIND = reasons.VALKEY_AVAILABLE
+
+
+def valkey_condition(pool: Pool, observed: Observed) -> Condition:
+    """ValkeyAvailable."""
+    if pool.managed is not None:
+        return _managed(observed)
+    if pool.external is not None:
+        return _external(pool, observed)
+    return holds(KIND, reasons.NOT_CONFIGURED, "spec.valkey is not set: blocks stay on their nodes")
+
+
+def _managed(observed: Observed) -> Condition:
+    problem = pods_problem(observed)
+    if problem is not None and problem.reason != reasons.PODS_STARTING:
+        return fails(KIND, problem)
+    health = observed.valkey
+    if health is None:
+        return fails(KIND, problem or Problem(reasons.PODS_STARTING, "the shards are being made: wait"))
+    if health.waiting:
+        reason, message = health.waiting[0]
+        return fails(KIND, Problem(reason, f"{_said(health)}: {message}: it heals by itself"))
+    if health.ready < health.shards or problem is not None:
+        return fails(KIND, problem or Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
+    return _said_by_agents(observed.stats.values()) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))
+
+
+def _said(health: ValkeyHealth) -> str:
+    return f"{health.ready} of {health.shards} shards are ready, {health.slots_covered} of 16384 slots are served"
+
+
+def pods_problem(observed: Observed) -> Problem | None:
+    """Of the shards' pods."""
+    creation = creation_problem(observed.workload("StatefulSet"), observed.warnings)
+    if creation is not None:
+        return creation
+    nodes = node_map(observed)
+    found = [
+        pod_problem(pod, observed.warnings, nodes)
+        for pod in observed.pods_of(names.VALKEY)
+        if not pod.is_ready and not pod.is_terminating
+    ]
+    return min(found, key=lambda problem: problem.reason == reasons.PODS_STARTING, default=None)
+
+
+def _external(pool: Pool, observed: Observed) -> Condition:
+    asked = [stats for stats in observed.stats.values() if stats.valkey_state]
+    if not asked:
+        return unknown(KIND, reasons.AWAITING_AGENTS, "no agent has tried to reach Valkey yet: wait for a ready agent")
+    problem = _said_by_agents(asked)
+    if problem is not None:
+        return problem
+    where = ", ".join(pool.external.endpoints[:3]) if pool.external else ""
+    return holds(KIND, reasons.CONNECTED, f"{len(asked)} agents are connected to {where}")
+
+
+def _said_by_agents(all_stats: Iterable[AgentStats]) -> Condition | None:
+    """What agents find wrong, worst first; None when they find nothing wrong."""
+    asked = [stats for stats in all_stats if stats.valkey_state]
+    worst = (
+        (
+            "unauthenticated",
+            reasons.VALKEY_PASSWORD_WRONG,
+            "Valkey refuses user or password: correct keys username and password of spec.valkey.external.authSecretRef's Secret",
+        ),
+        (
+            "unreachable",
+            reasons.VALKEY_UNREACHABLE,
+            "Valkey cannot be reached: correct spec.valkey.external.endpoints, or look at network and servers",
+        ),
+        ("degraded", reasons.VALKEY_DEGRADED, "some shards do not answer: look at these servers"),
+    )
+    for state, reason, remedy in worst:
+        saying = [stats for stats in asked if stats.valkey_state == state]
+        if saying:
+            detail = f" ({saying[0].valkey_detail})" if saying[0].valkey_detail else ""
+            return fails(KIND, Problem(reason, f"{len(saying)} of {len(asked)} agents say: {remedy}{detail}"))
+    if asked and all(stats.valkey_state == "connecting" for stats in asked):
+        return unknown(KIND, reasons.AWAITING_AGENTS, "the agents are connecting to Valkey: wait")
+    return None
+
+
+def summary(pool: Pool, observed: Observed) -> str:
+    """What `kubectl get` shows."""
+    if pool.managed is not None:
+        return f"{observed.valkey.ready if observed.valkey else 0}/{pool.managed.shards}"
+    return "External" if pool.external is not None else "None"
+
+
+def counts(pool: Pool, observed: Observed) -> dict[str, int] | None:
+    """status.valkey; None unless managed."""
+    if pool.managed is None:
+        return None
+    health = observed.valkey
+    return {
+        "shards": pool.managed.shards,
+        "ready": health.ready if health else 0,
+        "slotsCovered": health.slots_covered if health else 0,
+    }
