@@ -77,6 +77,11 @@ def connect() -> client.ApiClient:
         raise KubeError(
             f"no cluster to talk to: {error}: run in a pod with a service account, or set KUBECONFIG"
         ) from error
+    return build_client(settings)
+
+
+def build_client(settings: client.Configuration) -> client.ApiClient:
+    """A client whose connections look at the fence."""
     settings.connection_pool_maxsize = CONNECTIONS
     settings.retries = urllib3.Retry(connect=1, read=0, redirect=0, status=0, other=0)
     api = client.ApiClient(settings)

@@ -81,6 +81,8 @@ class Pod:
     """Only those of kvpool.io."""
     containers: tuple[Container, ...] = ()
     """Init containers first."""
+    images: frozenset[str] = frozenset()
+    """As its spec names them."""
 
     @property
     def component(self) -> str:

@@ -81,6 +81,7 @@ def pod(raw: Raw) -> Pod:
             key: value for key, value in (meta.get("annotations") or {}).items() if key.startswith("kvpool.io/")
         },
         containers=tuple(_container(state) for state in states),
+        images=frozenset(one.get("image", "") for one in spec.get("containers") or ()),
     )
 
 

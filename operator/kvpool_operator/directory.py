@@ -1,0 +1,166 @@
+"""What the webhook is told of pools and namespaces: read from time to time, asked without waiting.
+
+Invariant: an answer is a consistent picture of one moment, at most REFRESH_SECONDS older than it was when that was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvpool_operator import names, projections
+from kvpool_operator.kube import Kube, Raw
+from kvpool_operator.kube_errors import KubeError
+from kvpool_operator.observed import Namespace, Node, Pod
+from kvpool_operator.plan import agent, allowed_namespaces
+from kvpool_operator.plan.rbac import EVERYWHERE
+from kvpool_operator.pool import Pool, PoolError, parse_pool
+from kvpool_operator.settings import Settings
+from kvpool_operator.status.problems import IMAGE_REASONS
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView, PoolView, Taint
+
+REFRESH_SECONDS = 30.0
+DEBOUNCE_SECONDS = 0.5
+"""A burst of events leads to one reading."""
+NO_IMAGE = IMAGE_REASONS | {"CreateContainerError"}
+
+log = logging.getLogger("kvpool.operator.directory")
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All of one moment."""
+
+    pools: Mapping[Key, PoolView] = field(default_factory=dict)
+    namespaces: Mapping[str, NamespaceFacts] = field(default_factory=dict)
+
+
+class Directory:
+    """Kept fresh by a thread; asked by others."""
+
+    def __init__(self, kube: Kube, settings: Settings) -> None:
+        self._kube = kube
+        self._settings = settings
+        self._picture = Picture()
+        self._poked = threading.Event()
+        self._stop = threading.Event()
+        self.is_known = threading.Event()
+        """Set once there is a first picture."""
+
+    def find_pool(self, namespace: str, name: str) -> PoolView | None:
+        """A pool; None when there is none."""
+        return self._picture.pools.get((namespace, name))
+
+    def find_namespace(self, name: str) -> NamespaceFacts | None:
+        """A namespace; None when it is not known."""
+        return self._picture.namespaces.get(name)
+
+    def pools(self) -> Iterable[PoolView]:
+        """Every pool."""
+        return self._picture.pools.values()
+
+    def poke(self) -> None:
+        """Something changed."""
+        self._poked.set()
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stop.set()
+        self._poked.set()
+
+    def run(self) -> None:
+        """Read whenever poked, and every now and then."""
+        while not self._stop.is_set():
+            self._poked.clear()
+            try:
+                self.refresh()
+            except KubeError as error:
+                log.warning("cannot read pools and namespaces", extra={"data": {"reason": str(error)}})
+            self._stop.wait(DEBOUNCE_SECONDS)
+            self._poked.wait(REFRESH_SECONDS)
+
+    def refresh(self) -> None:
+        """Read anew."""
+        namespaces = [projections.namespace(raw) for raw in self._kube.list_all("Namespace")]
+        bounded = self._bounded_namespaces()
+        agents: dict[str, list[Pod]] = defaultdict(list)
+        labels = f"{names.COMPONENT_LABEL}={names.AGENT},{names.MANAGED_BY_LABEL}={names.FIELD_MANAGER}"
+        for raw in self._kube.list_all("Pod", labels=labels):
+            pod = projections.pod(raw)
+            agents[pod.labels.get(names.POOL_UID_LABEL, "")].append(pod)
+        pools = [pool for raw in self._kube.list_all(names.KIND) if (pool := _parsed(raw)) is not None]
+        self._picture = Picture(
+            pools={pool.key: self._view(pool, tuple(namespaces), agents[pool.uid]) for pool in pools},
+            namespaces={
+                one.name: NamespaceFacts(one.name, one.labels, bounds_memory=one.name in bounded) for one in namespaces
+            },
+        )
+        self.is_known.set()
+
+    def _view(self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod]) -> PoolView:
+        image = agent.image(pool, self._settings)
+        allowed = allowed_namespaces(pool, namespaces)
+        return PoolView(
+            namespace=pool.namespace,
+            name=pool.name,
+            image=image,
+            socket_folder=names.host_folder(pool),
+            capacity_bytes=pool.capacity_bytes,
+            ready_agents=sum(pod.is_ready and not pod.is_terminating and _runs(pod, image) for pod in agents),
+            is_deleting=bool(pool.deletion_timestamp),
+            allowed_namespaces=None if allowed == EVERYWHERE else frozenset(allowed),
+            image_pull_policy=pool.agent.image_pull_policy,
+            image_pull_secrets=pool.agent.image_pull_secrets,
+            nodes_without_image=tuple(self._nodes(sorted({pod.node for pod in agents if _lacks(pod)}))),
+        )
+
+    def _nodes(self, wanted: list[str]) -> Iterable[NodeView]:
+        for name in wanted:
+            raw = self._kube.get("Node", None, name) if name else None
+            if raw is not None:
+                yield _node_view(projections.node(raw))
+
+    def _bounded_namespaces(self) -> frozenset[str]:
+        quotas = {raw["metadata"]["namespace"] for raw in self._kube.list_all("ResourceQuota") if _bounds_quota(raw)}
+        ranges = {raw["metadata"]["namespace"] for raw in self._kube.list_all("LimitRange") if _bounds_range(raw)}
+        return frozenset(quotas | ranges)
+
+
+def _parsed(raw: Raw) -> Pool | None:
+    try:
+        return parse_pool(raw)
+    except PoolError:
+        return None  # its status says so
+
+
+def _runs(pod: Pod, image: str) -> bool:
+    """Container statuses name images as the runtime resolved them, so the pod's spec is what counts."""
+    return image in pod.images
+
+
+def _lacks(pod: Pod) -> bool:
+    return any(one.waiting_reason in NO_IMAGE for one in pod.containers)
+
+
+def _node_view(node: Node) -> NodeView:
+    return NodeView(
+        name=node.name,
+        labels=node.labels,
+        taints=tuple(Taint(one.key, one.value, one.effect) for one in node.taints),
+        allocatable=node.allocatable,
+        unschedulable=node.is_unschedulable,
+    )
+
+
+def _bounds_quota(raw: Raw) -> bool:
+    hard = (raw.get("spec") or {}).get("hard") or {}
+    return any(name in hard for name in ("memory", "requests.memory", "limits.memory"))
+
+
+def _bounds_range(raw: Raw) -> bool:
+    limits = (raw.get("spec") or {}).get("limits") or ()
+    return any("memory" in (one.get(kind) or {}) for one in limits for kind in ("max", "maxLimitRequestRatio"))

@@ -1,0 +1,112 @@
+"""Threads that take pools from the queue, and the one that puts them in from time to time.
+
+Invariant: no error in one pool's look ends a worker; without leadership nothing is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+
+from kvpool_operator import names
+from kvpool_operator.garbage import collect
+from kvpool_operator.kube import Kube
+from kvpool_operator.kube_errors import KubeError, NotLeaderError
+from kvpool_operator.leadership import Leadership
+from kvpool_operator.metrics import OperatorMetrics
+from kvpool_operator.reconcile import Key, Reconciler
+from kvpool_operator.settings import Settings
+from kvpool_operator.work_queue import WorkQueue
+
+TAKE_SECONDS = 1.0
+SPREAD = 0.5
+"""A resync puts pools in over this part of its period, so that they do not all ask at once."""
+
+log = logging.getLogger("kvpool.operator.workers")
+
+
+class Workers:
+    """All threads that work on pools."""
+
+    def __init__(
+        self,
+        *,
+        kube: Kube,
+        settings: Settings,
+        queue: WorkQueue[Key],
+        reconciler: Reconciler,
+        leadership: Leadership,
+        metrics: OperatorMetrics,
+    ) -> None:
+        self._kube = kube
+        self._settings = settings
+        self._queue = queue
+        self._reconciler = reconciler
+        self._leadership = leadership
+        self._metrics = metrics
+        self._stop = threading.Event()
+        self._resync_now = threading.Event()
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._stop.set()
+        self._resync_now.set()
+        self._queue.close()
+
+    def resync_soon(self) -> None:
+        """Look at every pool: this replica begins to lead, or something concerns them all."""
+        self._resync_now.set()
+
+    def work(self) -> None:
+        """One worker, until `stop`."""
+        while not self._stop.is_set():
+            key = self._queue.take(TAKE_SECONDS)
+            if key is not None:
+                self._look_at(key)
+            self._metrics.waiting.set(len(self._queue))
+
+    def _look_at(self, key: Key) -> None:
+        if not self._leadership.is_leading:
+            self._queue.done(key)
+            return
+        started = time.monotonic()
+        where = {"namespace": key[0], "pool": key[1]}
+        try:
+            again = self._reconciler.reconcile(key)
+        except NotLeaderError:
+            self._queue.done(key)
+        except KubeError as error:
+            log.warning("could not bring a pool about", extra={"data": {**where, "reason": str(error)}})
+            self._metrics.reconciles.labels("retry").inc()
+            self._queue.failed(key)
+        except Exception:
+            log.exception("a fault of our own", extra={"data": where})
+            self._metrics.reconciles.labels("error").inc()
+            self._queue.failed(key)
+        else:
+            self._metrics.reconciles.labels("ok").inc()
+            self._queue.done(key, again)
+        self._metrics.seconds.observe(time.monotonic() - started)
+
+    def resync(self) -> None:
+        """Until `stop`: every pool is looked at, and what dead pools left is removed."""
+        while not self._stop.is_set():
+            self._resync_now.clear()
+            if self._leadership.is_leading:
+                try:
+                    self._resync_once()
+                except KubeError as error:
+                    log.warning("could not resync", extra={"data": {"reason": str(error)}})
+            self._resync_now.wait(self._settings.resync_seconds)
+
+    def _resync_once(self) -> None:
+        keys = [(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in self._kube.list_all(names.KIND)]
+        watched = self._settings.watched_namespaces
+        keys = [key for key in keys if not watched or key[0] in watched]
+        self._metrics.pools.set(len(keys))
+        spread = self._settings.resync_seconds * SPREAD if len(keys) > self._settings.workers else 0.0
+        for key in keys:
+            self._queue.add(key, random.random() * spread)
+        collect(self._kube, operator_namespace=self._settings.namespace)
