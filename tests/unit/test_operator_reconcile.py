@@ -1,0 +1,456 @@
+"""What one look at a pool does, against an API server's HTTP interface."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from kvpool_operator import names, reasons
+from kvpool_operator.fence import OpenFence
+from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.observed import Pod, ValkeyHealth
+from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.story import Storyteller
+from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
+from tests.unit.operator_pools import EXTERNAL, MANAGED, SETTINGS, UID, manifest
+
+KEY = ("inference", "chat")
+NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+
+
+class Healthy:
+    """Every shard is well."""
+
+    replicas: int | None = None
+
+    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+        assert pods
+        assert password
+        return ValkeyHealth(shards=shards, ready=shards, slots_covered=16384, replicas=self.replicas or shards)
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApiServer]:
+    with fake_api_server() as server:
+        server.put({"kind": "Namespace", "metadata": {"name": "inference"}})
+        server.put(
+            {
+                "kind": "Node",
+                "metadata": {"name": "node-1", "labels": {"gpu": "yes"}},
+                "status": {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"memory": "64Gi"}},
+            }
+        )
+        yield server
+
+
+def operator(api: FakeApiServer, *, now: datetime = NOW, heal: Healthy | None = None) -> Reconciler:
+    """A newly started one: it remembers nothing."""
+    kube = api.kube(OpenFence())
+    story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
+    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=lambda: now)
+
+
+def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
+    """A condition of the pool."""
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    return next(one for one in pool["status"]["conditions"] if one["type"] == kind)
+
+
+def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
+    """Play the DaemonSet controller and the kubelet of one node."""
+    daemon_set = api.find("DaemonSet", "chat-agent")
+    assert daemon_set is not None
+    daemon_set["status"] = {
+        "desiredNumberScheduled": 1,
+        "currentNumberScheduled": 1,
+        "observedGeneration": daemon_set["metadata"]["generation"],
+    }
+    if api.find("Pod", "chat-agent-x") is None:
+        template = daemon_set["spec"]["template"]
+        api.put(
+            {
+                "kind": "Pod",
+                "metadata": {**template["metadata"], "namespace": "inference", "name": "chat-agent-x"},
+                "spec": {"nodeName": "node-1", "containers": template["spec"]["containers"]},
+                "status": {
+                    "phase": "Running",
+                    "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+                },
+            }
+        )
+    return daemon_set
+
+
+def run_deployment(api: FakeApiServer) -> None:
+    """Play the Deployment controller."""
+    deployment = api.find("Deployment", "chat-router")
+    assert deployment is not None
+    wanted = deployment["spec"]["replicas"]
+    deployment["status"] = {
+        "replicas": wanted,
+        "readyReplicas": wanted,
+        "updatedReplicas": wanted,
+        "observedGeneration": deployment["metadata"]["generation"],
+    }
+
+
+def settled(api: FakeApiServer, **spec: Any) -> Reconciler:
+    """A pool that is as it should be, and its operator."""
+    api.put(manifest(**spec))
+    operating = operator(api)
+    operating.reconcile(KEY)
+    run_daemon_set(api)
+    if api.find("Deployment", "chat-router") is not None:
+        run_deployment(api)
+    operating.reconcile(KEY)
+    return operating
+
+
+def test_pool_becomes_ready_and_then_nothing_is_written(api: FakeApiServer) -> None:
+    operating = settled(api)
+    assert condition(api, reasons.READY)["status"] == "True"
+    before = len(api.writes)
+
+    assert operating.reconcile(KEY) is None
+
+    assert len(api.writes) == before
+
+
+def test_status_says_url_generation_and_counts(api: FakeApiServer) -> None:
+    settled(api)
+
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    status = pool["status"]
+    assert status["routing"] == {"url": "http://chat-router.inference.svc"}
+    assert status["observedGeneration"] == pool["metadata"]["generation"]
+    assert status["summary"] == {"agents": "1/1", "valkey": "None"}
+    assert status["agents"]["image"] == "kvpool:test"
+
+
+def test_secrets_are_written_without_being_read(api: FakeApiServer) -> None:
+    settled(api, valkey=MANAGED)
+
+    assert {"chat-token", "chat-valkey", f"kvpool-{UID}"} == set(api.names("Secret"))
+
+
+def test_new_operator_changes_nothing(api: FakeApiServer) -> None:
+    settled(api, valkey=MANAGED)
+    before = {key: one["metadata"]["resourceVersion"] for key, one in api.objects.items() if key[0] != "Event"}
+
+    operator(api).reconcile(KEY)
+
+    after = {key: one["metadata"]["resourceVersion"] for key, one in api.objects.items() if key[0] != "Event"}
+    assert {key: one for key, one in after.items() if key[0] != "KVCachePool"} == {
+        key: one for key, one in before.items() if key[0] != "KVCachePool"
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "part", "edit"),
+    [
+        ("ConfigMap", "chat-agent", "data", {"agent.yaml": "broken"}),
+        ("Service", "chat-router", "spec", {"ports": []}),
+        ("Deployment", "chat-router", "spec", {"replicas": 0}),
+        ("Secret", "chat-token", "data", {"token": "stolen"}),
+        ("ServiceAccount", "chat-agent", "automountServiceAccountToken", True),
+    ],
+)
+def test_hand_edit_is_put_back_and_told(api: FakeApiServer, kind: str, name: str, part: str, edit: Any) -> None:
+    operating = settled(api)
+    live = api.find(kind, name)
+    assert live is not None
+    wanted = live[part]
+    api.put({**live, part: edit})
+
+    operating.reconcile(KEY)
+
+    now = api.find(kind, name)
+    assert now is not None
+    assert now[part] == wanted
+    told = [one for key, one in api.objects.items() if key[0] == "Event"]
+    assert [one["message"] for one in told if one["reason"] == reasons.DRIFT_CORRECTED] == [
+        f"{kind} inference/{name} was changed by somebody else and is put back: change the pool instead"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("ConfigMap", "chat-agent"), ("Secret", "chat-token"), ("Service", "chat-router")]
+)
+def test_foreign_object_of_the_same_name_is_left_alone_and_named(api: FakeApiServer, kind: str, name: str) -> None:
+    api.put({"kind": kind, "metadata": {"namespace": "inference", "name": name}, "data": {"theirs": "1"}})
+    api.put(manifest())
+
+    operator(api).reconcile(KEY)
+
+    live = api.find(kind, name)
+    assert live is not None
+    assert live["data"] == {"theirs": "1"}
+    assert "labels" not in live["metadata"]
+    accepted = condition(api, reasons.SPEC_ACCEPTED)
+    assert (accepted["status"], accepted["reason"]) == ("False", reasons.NAME_CONFLICT)
+    assert f"{kind} inference/{name}" in accepted["message"]
+    assert api.find("DaemonSet", "chat-agent") is not None
+
+
+def test_objects_of_a_former_pool_are_waited_for(api: FakeApiServer) -> None:
+    settled(api)
+    api.remove("KVCachePool", "chat")
+    api.put(manifest(metadata={"uid": "new-uid"}))
+    former = api.find("DaemonSet", "chat-agent")
+    operating = operator(api)
+
+    operating.reconcile(KEY)
+
+    assert api.find("DaemonSet", "chat-agent") == former
+    assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.FORMER_OBJECTS_GOING
+    for kind, _, name in [key for key in api.objects if key[0] not in ("Node", "Namespace", "KVCachePool", "Event")]:
+        if kind not in ("ClusterRoleBinding",):  # what the garbage collector does
+            api.remove(kind, name)
+            api.remove(kind, name, "kvpool-system")
+    operating.reconcile(KEY)
+    operating.reconcile(KEY)
+    made = api.find("DaemonSet", "chat-agent")
+    assert made is not None
+    assert made["metadata"]["labels"][names.POOL_UID_LABEL] == "new-uid"
+    binding = api.find("ClusterRoleBinding", "kvpool:inference:chat:agent")
+    assert binding is not None
+    assert binding["metadata"]["labels"][names.POOL_UID_LABEL] == "new-uid"
+
+
+def test_what_is_planned_no_more_is_removed(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=MANAGED)
+    pool = manifest(routing={"mode": "Disabled"})
+    api.put({**pool, "status": {}})
+
+    operating.reconcile(KEY)
+
+    assert api.names("Deployment") == []
+    assert api.names("StatefulSet") == []
+    assert api.names("RoleBinding") == []
+    assert "chat-valkey" not in api.names("Secret")
+    live = api.find("KVCachePool", "chat")
+    assert live is not None
+    assert "routing" not in live["status"]
+
+
+def test_bindings_in_other_namespaces_come_and_go_with_the_selector(api: FakeApiServer) -> None:
+    api.put({"kind": "Namespace", "metadata": {"name": "team", "labels": {"team": "a"}}})
+    chosen = {"from": "Selector", "selector": {"matchLabels": {"team": "a"}}}
+    operating = settled(api, allowedNamespaces=chosen)
+    assert api.find("RoleBinding", "kvpool:inference:chat:router", "team") is not None
+    listed = api.find("ConfigMap", "chat-namespaces")
+    assert listed is not None
+    assert listed["data"]["allowed"] == "team\n"
+
+    api.put({"kind": "Namespace", "metadata": {"name": "team", "labels": {}}})
+    operating.reconcile(KEY)
+
+    assert api.find("RoleBinding", "kvpool:inference:chat:router", "team") is None
+    assert api.find("RoleBinding", "chat-router") is not None
+
+
+def test_dead_pools_bindings_and_master_secrets_are_collected(api: FakeApiServer) -> None:
+    operating = settled(api)
+    api.remove("KVCachePool", "chat")
+
+    operating.reconcile(KEY)
+
+    assert api.names("ClusterRoleBinding") == []
+    assert f"kvpool-{UID}" not in api.names("Secret")
+
+
+def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
+    operating = settled(api)
+    api.put({**manifest(metadata={"annotations": {"kvpool.io/reconcile": "paused"}}, routing={"mode": "Disabled"})})
+
+    operating.reconcile(KEY)
+
+    assert api.names("Deployment") == ["chat-router"]
+    assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
+
+
+def test_outdated_agent_is_deleted_once_and_others_wait_for_it(api: FakeApiServer) -> None:
+    operating = settled(api)
+    api.put(manifest(ram={"capacityPerNode": "2Gi"}))
+
+    operating.reconcile(KEY)
+    run_daemon_set(api)
+    operating.reconcile(KEY)
+
+    assert api.find("Pod", "chat-agent-x") is None
+    assert condition(api, reasons.ROLLOUT_COMPLETE)["reason"] == reasons.ROLLING_OUT
+    run_daemon_set(api)
+    run_deployment(api)
+    operating.reconcile(KEY)
+    assert condition(api, reasons.ROLLOUT_COMPLETE)["status"] == "True"
+
+
+def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer) -> None:
+    heal = Healthy()
+    api.put(manifest(valkey=MANAGED))
+    operating = operator(api, heal=heal)
+    operating.reconcile(KEY)
+    stateful_set = api.find("StatefulSet", "chat-valkey")
+    assert stateful_set is not None
+    labels = {**stateful_set["spec"]["template"]["metadata"]["labels"]}
+    api.put({"kind": "Pod", "metadata": {"namespace": "inference", "name": "chat-valkey-0", "labels": labels}})
+    api.put(manifest(valkey={"managed": {"shards": 1, "memoryPerShard": "1Gi"}}))
+
+    heal.replicas = 3
+    operating.reconcile(KEY)
+    assert replicas(api) == 3
+    heal.replicas = 1
+    operating.reconcile(KEY)
+    assert replicas(api) == 1
+
+
+def test_new_operator_keeps_valkey_pods_of_which_it_knows_nothing(api: FakeApiServer) -> None:
+    settled(api, valkey=MANAGED)
+    api.put(manifest(valkey={"managed": {"shards": 1, "memoryPerShard": "1Gi"}}))
+
+    operator(api).reconcile(KEY)
+
+    assert replicas(api) == 3
+
+
+def replicas(api: FakeApiServer) -> int:
+    """Wanted Valkey pods."""
+    stateful_set = api.find("StatefulSet", "chat-valkey")
+    assert stateful_set is not None
+    return int(stateful_set["spec"]["replicas"])
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_only_keys_that_must_be_purged_hold_a_pool_back(api: FakeApiServer) -> None:
+    settled(api)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert "finalizers" not in pool["metadata"]
+
+    external = {**manifest(valkey=EXTERNAL)}
+    api.put(external)
+    operating = operator(api)
+    operating.reconcile(KEY)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == [names.FINALIZER]
+
+    kept = {"external": {"endpoints": ["v:6379"], "deletionPolicy": "Retain"}}
+    api.put({**pool, "spec": {**pool["spec"], "valkey": kept}})
+    operating.reconcile(KEY)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == []
+
+
+def ending(api: FakeApiServer) -> Reconciler:
+    """A pool with keys outside that was deleted just now."""
+    operating = settled(api, valkey=EXTERNAL)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    api.put({**pool, "metadata": {**pool["metadata"], "deletionTimestamp": "2026-01-01T12:00:00Z"}})
+    return operating
+
+
+def test_keys_go_after_the_agents_and_the_pool_after_the_keys(api: FakeApiServer) -> None:
+    operating = ending(api)
+
+    assert operating.reconcile(KEY) is not None
+    assert (api.names("DaemonSet"), api.names("Pod"), api.names("Job")) == ([], [], [])
+    operating.reconcile(KEY)
+    assert api.names("Job") == ["chat-purge"]
+    operating.reconcile(KEY)
+    assert api.names("KVCachePool") == ["chat"]
+
+    job = api.find("Job", "chat-purge")
+    assert job is not None
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert operating.reconcile(KEY) is None
+
+    assert api.names("KVCachePool") == []
+    assert api.names("Job") == []
+
+
+def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None:
+    operating = ending(api)
+    for _ in range(2):
+        operating.reconcile(KEY)
+    job = api.find("Job", "chat-purge")
+    assert job is not None
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "DeadlineExceeded"}]}
+
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == 1
+    assert "kvpool:inference/chat:" in told[0]
+
+
+@pytest.mark.parametrize("hindrance", ["job refused", "too late", "namespace going"])
+def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
+    ending(api)
+    now = NOW
+    if hindrance == "job refused":
+
+        def refuse(method: str, kind: str, _name: str) -> None:
+            if kind == "Job" and method == "POST":
+                raise Refusal(403, "exceeded quota")
+
+        api.on_write = refuse
+    elif hindrance == "too late":
+        now = NOW + timedelta(seconds=101)
+    else:
+        api.put({"kind": "Namespace", "metadata": {"name": "inference"}, "status": {"phase": "Terminating"}})
+
+    operating = operator(api, now=now)
+    for _ in range(3):
+        operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    assert api.names("Job") == []
+
+
+# --- being killed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_operator_killed_at_random_points_comes_to_the_same_objects(api: FakeApiServer, seed: int) -> None:
+    api.put(manifest(valkey=MANAGED, allowedNamespaces={"from": "All"}))
+    operator(api).reconcile(KEY)
+    wanted = described(api)
+    for kind, namespace, name in list(api.objects):
+        if kind not in ("Node", "Namespace", "KVCachePool") and name != f"kvpool-{UID}":
+            api.remove(kind, name, namespace)
+    chance = random.Random(seed)
+
+    def kill(_method: str, _kind: str, _name: str) -> None:
+        if chance.random() < 0.2:
+            raise Refusal(503, "killed")
+
+    api.on_write = kill
+    for _ in range(20):
+        with contextlib.suppress(UnavailableError):
+            operator(api).reconcile(KEY)
+    api.on_write = lambda _method, _kind, _name: None
+    operator(api).reconcile(KEY)
+
+    assert described(api) == wanted
+
+
+def described(api: FakeApiServer) -> dict[Any, Any]:
+    """Objects without what the server numbers."""
+    return {
+        key: {part: value for part, value in one.items() if part != "metadata"}
+        for key, one in api.objects.items()
+        if key[0] not in ("Event", "KVCachePool")
+    }
