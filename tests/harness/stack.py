@@ -105,6 +105,15 @@ class Stack:
             node.wait_ready()
         self.router.start()
 
+    def restart_agents(self) -> None:
+        """Kill the agents, keep their holders; ends when the new ones serve."""
+        for node in self.nodes:
+            node.agent.kill()
+        for node in self.nodes:
+            node.agent.start()
+        for node in self.nodes:
+            node.wait_ready()
+
     def stop(self) -> None:
         """End all of it, the router first."""
         self.router.program.stop()
