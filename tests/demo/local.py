@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 
 from tests.demo import references as reference_answers
-from tests.demo.steps import Demo, DemoError, Prompts, report, say, warm_up
+from tests.demo.steps import KV_CACHE_BYTES, Demo, DemoError, Prompts, report, say, warm_up
 from tests.harness.engine import ROOT, Engine
 from tests.harness.processes import ProgramError
 from tests.harness.provision import paths as provisioned
@@ -28,8 +28,17 @@ def run() -> int:
     parts = provisioned()
     clean(FOLDER)
     model = parts.models["demo-60m"]
-    stack = Stack(FOLDER, model, paths=parts)
-    reference = Engine("reference", model, paths=parts, folder=FOLDER, port=free_ports(1)[0], cores="1", socket=None)
+    stack = Stack(FOLDER, model, paths=parts, kv_cache_bytes=KV_CACHE_BYTES)
+    reference = Engine(
+        "reference",
+        model,
+        paths=parts,
+        folder=FOLDER,
+        port=free_ports(1)[0],
+        cores="1",
+        socket=None,
+        kv_cache_bytes=KV_CACHE_BYTES,
+    )
     prompts = Prompts.make()
     key = reference_answers.key_of(parts.engine_python, model, prompts, reference.arguments)
     references = reference_answers.load(REFERENCES, key)

@@ -22,6 +22,8 @@ from tests.harness.engine_client import BLOCK_SIZE, Answer, EngineClient, metric
 PROMPTS = 3
 PROMPT_TOKENS = 3_005
 """No multiple of the block size: an engine's own cache never covers the last token, a tier may."""
+KV_CACHE_BYTES = 512 << 20
+"""Of each engine: 43,000 tokens of the demo's model, far more than its prompts."""
 LOADED_SHARE = 0.9
 SPEEDUP = 3.0
 
