@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.harness.engine import Answer, Engine
+from tests.harness.engine_client import Answer, EngineClient
 
 ANSWER_TOKENS = 64
 
@@ -30,7 +30,7 @@ class References:
     unrelated: list[Answer]
 
 
-def ask(engine: Engine, prompts: Sequence[str], endings: Sequence[str], unrelated: Sequence[str]) -> References:
+def ask(engine: EngineClient, prompts: Sequence[str], endings: Sequence[str], unrelated: Sequence[str]) -> References:
     """Collect all answers. `endings`: what the user says in the next turn, after the answer."""
     references = References([], [], [], [], [])
     for prompt, ending in zip(prompts, endings, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.harness.engine import BLOCK_SIZE, Answer, Engine, metric_sum
+from tests.harness.engine import Engine
+from tests.harness.engine_client import BLOCK_SIZE, Answer, metric_sum
 
 
 @dataclass(frozen=True, slots=True)

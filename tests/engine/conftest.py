@@ -9,12 +9,14 @@ import itertools
 import random
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from pluggy import Result
 
-from tests.harness.engine import BLOCK_SIZE, Engine
+from tests.harness.engine import Engine
+from tests.harness.engine_client import BLOCK_SIZE
 from tests.harness.node import Node
 from tests.harness.provision import Paths
 from tests.harness.provision import paths as provisioned
@@ -30,7 +32,31 @@ SLOW: dict[str, object] = {"kvpool_prefill_tokens_per_second": 100, "kvpool_verd
 """A tiny model computes a prompt sooner than a busy machine fetches it, and two ranks leave an agent hardly any of two cores:
 the tests are about fetching, not about giving up in time."""
 
+LOG_LINES = 30
+"""Of each part, shown with a failed test."""
+
 _seeds = itertools.count(1)
+_log_sizes: dict[Path, int] = {}
+
+
+def pytest_runtest_setup() -> None:
+    """Remember where each part's log ends."""
+    _log_sizes.clear()
+    _log_sizes.update({log: log.stat().st_size for log in FOLDER.rglob("*.log")})
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Result[pytest.TestReport], None]:
+    """With a failed test, show what the parts logged meanwhile: CI's machine keeps nothing else."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for log in sorted(FOLDER.rglob("*.log")):
+            with log.open("rb") as file:
+                file.seek(_log_sizes.get(log, 0))
+                lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+            if lines:
+                report.sections.append((f"{log.relative_to(FOLDER)}", "\n".join(lines)))
 
 
 def fresh_prompt(tokens: int = PROMPT_TOKENS) -> str:

@@ -13,7 +13,8 @@ from kvpool_core import slot_table
 from kvpool_core.block_hash import block_hashes
 from tests.engine.answers import Loads, reference_pair, whole_blocks
 from tests.engine.conftest import fresh_prompt, settle
-from tests.harness.engine import BLOCK_SIZE, Answer, Engine, metric_sum
+from tests.harness.engine import Engine
+from tests.harness.engine_client import BLOCK_SIZE, Answer, metric_sum
 from tests.harness.node import Node
 from tests.harness.stack import Stack
 

@@ -15,7 +15,8 @@ from kvpool_core import wire
 from kvpool_core.frames import MAX_FRAME_BYTES, FrameDecoder
 from tests.engine.answers import reference_pair
 from tests.engine.conftest import fresh_prompt, wait_for
-from tests.harness.engine import Engine, metric_sum
+from tests.harness.engine import Engine
+from tests.harness.engine_client import metric_sum
 from tests.harness.node import Node
 from tests.harness.stack import Stack
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from tests.engine.conftest import fresh_prompt, wait_for
 from tests.harness import web
-from tests.harness.engine import Engine, metric_sum
+from tests.harness.engine import Engine
+from tests.harness.engine_client import metric_sum
 from tests.harness.stack import Stack
 
 REQUESTS = 200

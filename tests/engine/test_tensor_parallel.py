@@ -70,7 +70,7 @@ def test_blocks_of_one_layout_load_in_the_other_with_equal_answers(ranks: Ranks,
     ranks.engines[storing].reset_own_cache()
     loads = Loads(ranks.engines[loading])
     assert ranks.engines[loading].complete(prompt) == expected.cached
-    assert loads.by_tier()["ram"] == whole_blocks(prompt)
+    assert loads.by_tier()["ram"] == whole_blocks(prompt), evidence(ranks)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -81,7 +81,7 @@ def test_agent_stopped_while_a_store_is_reserved(ranks: Ranks, size: int, messag
     engine.reset_own_cache()
     with stopped_at(ranks, message) as moment:
         assert engine.complete(prompt) == expected.cold
-        assert moment.came
+        assert moment.came, evidence(ranks)
         assert engine.complete(fresh_prompt(), max_tokens=4).tokens
     assert_nothing_is_left(ranks)
     assert engine.complete(prompt) == expected.cached
@@ -99,7 +99,7 @@ def test_agent_stopped_while_a_load_is_leased(ranks: Ranks, size: int, message: 
     engine.reset_own_cache()
     with stopped_at(ranks, message) as moment:
         answer = engine.complete(prompt)
-        assert moment.came
+        assert moment.came, evidence(ranks)
     # after a Verdict the blocks are leased and loaded from the arena, without one they are computed
     assert answer == (expected.cached if message is wire.Verdict else expected.cold)
     assert_nothing_is_left(ranks)
@@ -112,6 +112,17 @@ def is_asking(ranks: Ranks, engine: Engine) -> bool:
     engine.complete(fresh_prompt(), max_tokens=1)
     ranks.tap.on_message = None
     return any(isinstance(message, wire.Prefetch) for message in seen)
+
+
+def evidence(ranks: Ranks) -> str:
+    """What engines and agent counted, for the report of a failure."""
+    lines = [
+        f"TP {size}: {line}"
+        for size, engine in ranks.engines.items()
+        for line in engine.metrics().splitlines()
+        if line.startswith("kvpool_")
+    ]
+    return "\n".join([*lines, f"agent: {ranks.node.stats()}" if not is_stopped(ranks.node.agent.pid) else ""])
 
 
 class stopped_at:  # noqa: N801 reads as a statement

@@ -1,5 +1,8 @@
 """Programs that tests and demo start: logged, recorded, ended as whole process groups.
 
+All stay in the session of their starter: the kernel shares processors out among sessions first, so that in sessions of
+their own a niceness would mean nothing between them.
+
 Invariant: a program is recorded with its start time before anybody uses it, so that a killed run can be cleaned by
 `clean_killed_run` without ever hitting a process that is not ours.
 """
@@ -26,15 +29,24 @@ class ProgramError(RuntimeError):
 
 
 class Program:
-    """One program in a session of its own. `folder` receives its log and the record of what is running."""
+    """One program in a process group of its own. `folder` receives its log and the record of what is running.
+
+    niceness: 0 to 19; an engine that spins on every core must not keep small programs beside it from running.
+    """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        niceness: int = 0,
     ) -> None:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.log"
-        self._arguments = list(arguments)
+        self._arguments = ["nice", "-n", str(niceness), *arguments] if niceness else list(arguments)
         self._env = {**os.environ, **(env or {})}
         self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # an engine imports for 15 s, without bytecode for longer
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,7 +62,7 @@ class Program:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, start_new_session=True
+                self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, process_group=0
             )
         _record(self.folder, self._process.pid)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.harness.engine import Engine
+from tests.harness.engine import KV_CACHE_BYTES, Engine
 from tests.harness.node import Node
 from tests.harness.processes import clean_killed_run
 from tests.harness.provision import Paths
@@ -41,6 +41,7 @@ class Stack:
         tapped: bool = False,
         lease_seconds: float = 10.0,
         extra_config: dict[str, object] | None = None,
+        kv_cache_bytes: int = KV_CACHE_BYTES,
     ) -> None:
         self.folder = folder
         ports = free_ports(2 * len(cores) + 2)
@@ -73,6 +74,7 @@ class Stack:
                 cores=core,
                 socket=socket,
                 extra_config=extra_config,
+                kv_cache_bytes=kv_cache_bytes,
             )
             self.nodes.append(node)
             self.engines.append(engine)
@@ -104,6 +106,15 @@ class Stack:
         for node in self.nodes:
             node.wait_ready()
         self.router.start()
+
+    def restart_agents(self) -> None:
+        """Kill the agents, keep their holders; ends when the new ones serve."""
+        for node in self.nodes:
+            node.agent.kill()
+        for node in self.nodes:
+            node.agent.start()
+        for node in self.nodes:
+            node.wait_ready()
 
     def stop(self) -> None:
         """End all of it, the router first."""
