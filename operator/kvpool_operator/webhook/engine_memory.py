@@ -1,0 +1,95 @@
+"""Memory and resources that injection adds: page tables of the mapped arena, and what the init container asks for. Pure.
+
+An engine process that maps the arena with 4 KiB pages needs 2 MiB of page tables per GiB, charged to its own container
+(DESIGN section 6). Invariant: the pod keeps its QoS class, and asks for no more than before but those page tables.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, InvalidOperation
+
+from kvpool_operator.webhook.contract import Manifest
+from kvpool_operator.webhook.engine_command import Engine
+from kvpool_operator.webhook.views import NamespaceFacts, PoolView
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE_TABLES_PER_GIB = 2 * MIB
+INIT_DEFAULTS = {"cpu": "100m", "memory": "128Mi"}
+"""What copying the connector (under 1 MB) needs, with room for the interpreter; where the engine asks for nothing itself."""
+COPIED = ("cpu", "memory", "ephemeral-storage")
+
+_SUFFIXES = {
+    "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
+    "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60,
+}  # fmt: skip
+
+
+def memory_bytes(text: object) -> int | None:
+    """Bytes of a Kubernetes quantity; None where it is not whole bytes."""
+    written = str(text)
+    number = written.rstrip("KMGTPEkim")
+    suffix = written[len(number) :]
+    if suffix not in _SUFFIXES:
+        return None
+    try:
+        amount = Decimal(number) * _SUFFIXES[suffix]
+    except InvalidOperation:
+        return None
+    return int(amount) if amount == amount.to_integral_value() else None
+
+
+def page_table_bytes(engine: Engine, pool: PoolView) -> int:
+    """For all worker processes of the engine, in whole MiB."""
+    if pool.huge_pages:
+        return 0
+    workers = (engine.flags.number("--tensor-parallel-size", "-tp", default=1) or 1) * (
+        engine.flags.number("--data-parallel-size-local", "-dpl", default=0)
+        or engine.flags.number("--data-parallel-size", "-dp", default=1)
+        or 1
+    )
+    return workers * math.ceil(pool.capacity_bytes * PAGE_TABLES_PER_GIB / GIB / MIB) * MIB
+
+
+def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: NamespaceFacts) -> None:
+    """Raise the engine's memory limit, and its request where that is the same (a Guaranteed pod stays so).
+
+    Left alone: no limit; a limit of the whole pod; a namespace that bounds memory, where more might be refused.
+    """
+    container: Manifest = pod["spec"]["containers"][engine.index]
+    resources = container.get("resources") or {}
+    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    limit, request = memory_bytes(limits.get("memory")), memory_bytes(requests.get("memory"))
+    extra = page_table_bytes(engine, pool)
+    if limit is None or not extra or namespace.bounds_memory or pod["spec"].get("resources"):
+        return
+    limits["memory"] = _quantity(limit + extra)
+    if request == limit:
+        requests["memory"] = limits["memory"]
+
+
+def _quantity(amount: int) -> str:
+    return f"{amount // MIB}Mi" if amount % MIB == 0 else str(amount)
+
+
+def init_resources(pod: Manifest, engine: Engine) -> Manifest:
+    """The engine's own amounts: they are free by the time it starts, and pass the same quotas and limit ranges.
+
+    With a limit of the whole pod: none, since a container's may not exceed it.
+    """
+    if pod["spec"].get("resources"):
+        return {}
+    resources = engine.container.get("resources") or {}
+    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    amounts = {
+        name: (requests.get(name) or limits.get(name), limits.get(name) or requests.get(name))
+        for name in COPIED
+        if requests.get(name) or limits.get(name)
+    }
+    for name, amount in INIT_DEFAULTS.items():
+        amounts.setdefault(name, (amount, amount))
+    return {
+        "requests": {name: request for name, (request, _) in amounts.items()},
+        "limits": {name: limit for name, (_, limit) in amounts.items()},
+    }

@@ -1,0 +1,327 @@
+"""Injected pods hold all that the connector needs, once, and nothing of the user's is overridden."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from kvpool_operator.webhook import contract
+from kvpool_operator.webhook import skip_reasons as reasons
+from kvpool_operator.webhook.contract import Manifest
+from kvpool_operator.webhook.engine_memory import memory_bytes
+from kvpool_operator.webhook.inject import AlreadyInjected, Injection, decide, stamp_skip
+from kvpool_operator.webhook.skip_reasons import Skip
+from kvpool_operator.webhook.views import NamespaceFacts
+from kvpool_vllm import startup, support
+from tests.harness.engine import EVENTS_CONFIG, EXTRA_CONFIG, TRANSFER_CONFIG
+from tests.unit.webhook_pods import (
+    AROUND,
+    GOLDEN,
+    RECORDED_NAMES,
+    around,
+    engine,
+    engine_pod,
+    env_of,
+    injected,
+    outcome,
+    pool_with,
+    recorded,
+    skip_reason,
+)
+
+INJECTABLE = [name for name in RECORDED_NAMES if "custom" in name or "vllm" in name]
+
+
+@pytest.mark.parametrize("name", RECORDED_NAMES)
+def test_recorded_pods_become_the_golden_ones(name: str) -> None:
+    """After a wanted change: `make generate`, and read the diff."""
+    assert outcome(recorded(name)) == json.loads((GOLDEN / name).read_text())
+
+
+def test_the_configuration_is_the_one_that_the_engine_tests_run_with() -> None:
+    expected = {**TRANSFER_CONFIG, "kv_connector_extra_config": EXTRA_CONFIG}
+    assert json.loads(contract.TRANSFER_CONFIG) == {**expected, "kv_connector_module_path": "kvpool_vllm.entry"}
+    assert json.loads(contract.EVENTS_CONFIG) == EVENTS_CONFIG
+
+
+def test_webhook_and_connector_mean_the_same_flags_and_version() -> None:
+    assert support.SUPPORTED_VLLM == contract.SUPPORTED_VLLM
+    arguments = ["serve", *engine(injected(engine_pod("--seed", "0")))["args"], "--more"]
+    place = startup.injected_arguments(arguments)
+    assert arguments[: place.start] + arguments[place.stop :] == ["serve", "--seed", "0", "--more"]
+
+
+@pytest.mark.parametrize("name", INJECTABLE)
+def test_a_second_call_changes_nothing(name: str) -> None:
+    assert isinstance(decide(injected(recorded(name)), AROUND), AlreadyInjected)
+
+
+def test_a_second_call_puts_back_what_another_webhook_took_away() -> None:
+    once = injected(recorded("inferenceservice-vllm-first-call.pod.json"))
+    changed = copy.deepcopy(once)
+    original = engine(recorded("inferenceservice-vllm-reinvoked.pod.json"))
+    for part in ("args", "env", "volumeMounts"):
+        engine(changed)[part] = original[part]
+    again = injected(changed)
+    assert engine(again)["args"] == engine(once)["args"]
+    assert env_of(again) == env_of(once)
+    assert engine(again)["resources"] == engine(once)["resources"]
+    assert [each["name"] for each in again["spec"]["initContainers"]] == [contract.INIT_CONTAINER]
+    assert isinstance(decide(again, AROUND), AlreadyInjected)
+
+
+@pytest.mark.parametrize("missing", [{"pool": None}, {"facts": None}, {"verdict": "refused"}])
+def test_nothing_is_taken_back_from_a_pod_that_is_injected(missing: dict[str, Any]) -> None:
+    assert isinstance(decide(injected(engine_pod()), around(**missing)), AlreadyInjected)
+
+
+def test_a_stamp_copied_from_another_pod_does_not_count() -> None:
+    pod = engine_pod()
+    pod["metadata"]["annotations"][contract.INJECTED_ANNOTATION] = "default/chat"
+    assert isinstance(decide(pod, AROUND), Injection)
+    assert contract.INJECTED_ANNOTATION not in stamp_skip(pod, Skip("X", "y"))["metadata"]["annotations"]
+
+
+def test_a_former_skip_reason_is_removed() -> None:
+    pod = engine_pod()
+    pod["metadata"]["annotations"][contract.SKIPPED_ANNOTATION] = "NoReadyAgent: before"
+    assert contract.SKIPPED_ANNOTATION not in injected(pod)["metadata"]["annotations"]
+
+
+def test_the_pod_given_is_not_changed() -> None:
+    pod = engine_pod(resources={"limits": {"memory": "2Gi"}, "requests": {"memory": "2Gi"}})
+    before = copy.deepcopy(pod)
+    decide(pod, AROUND)
+    stamp_skip(pod, Skip("X", "y"))
+    assert pod == before
+
+
+# --- what the user set wins -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--kv-transfer-config", "{}"), reasons.OWN_KV_TRANSFER),
+        (("--kv_transfer_config", "{}"), reasons.OWN_KV_TRANSFER),
+        (('--kv-transfer-config={"kv_connector":"NixlConnector"}',), reasons.OWN_KV_TRANSFER),
+        (("--kv_transfer_config={}",), reasons.OWN_KV_TRANSFER),
+        (("--kv-transfer-config.kv_connector", "X"), reasons.OWN_KV_TRANSFER),
+        (("--kv_transfer-config.kv_role=kv_both",), reasons.OWN_KV_TRANSFER),
+        (("--kv-transfer", "{}"), reasons.OWN_KV_TRANSFER),
+        (("--kv-transfer-config", "$(MY_CONFIG)"), reasons.OWN_KV_TRANSFER),
+        (("--kv-offloading-size", "8"), reasons.OWN_KV_TRANSFER),
+        (("--kv_offloading_backend=lmcache",), reasons.OWN_KV_TRANSFER),
+        (("--config", "/etc/vllm.yaml"), reasons.CONFIG_FILE),
+        (("--config=/etc/vllm.yaml",), reasons.CONFIG_FILE),
+        (("--no-enable-prefix-caching",), reasons.PREFIX_CACHING_OFF),
+        (("--no_enable_prefix_caching",), reasons.PREFIX_CACHING_OFF),
+        (("--prefix-caching-hash-algo", "sha256"), reasons.OWN_HASH_ALGORITHM),
+        (("--prefix_caching_hash_algo=builtin",), reasons.OWN_HASH_ALGORITHM),
+        (("--kv-events-config", '{"enable_kv_cache_events":false}'), reasons.OWN_KV_EVENTS),
+        (("--kv-events-config", "no json"), reasons.OWN_KV_EVENTS),
+        (("--kv_events_config.publisher", "zmq"), reasons.OWN_KV_EVENTS),
+        (("--pipeline-parallel-size", "2"), reasons.ENGINE_UNSUPPORTED),
+        (("-pp", "2"), reasons.ENGINE_UNSUPPORTED),
+        (("--pipeline_parallel_size=2",), reasons.ENGINE_UNSUPPORTED),
+        (("--nnodes", "2"), reasons.ENGINE_UNSUPPORTED),
+        (("--headless",), reasons.ENGINE_UNSUPPORTED),
+    ],
+)
+def test_an_engine_with_its_own_settings_is_left_alone(arguments: tuple[str, ...], expected: str) -> None:
+    assert skip_reason(engine_pod(*arguments)) == expected
+    assert skip_reason(engine_pod(command=("vllm", "serve", "m", *arguments))) == expected
+
+
+def test_flags_in_a_variable_of_the_pod_are_seen() -> None:
+    env = [{"name": "EXTRA", "value": "--kv-transfer-config={}"}]
+    assert skip_reason(engine_pod("$(EXTRA)", env=env)) == reasons.OWN_KV_TRANSFER
+
+
+def test_expandable_segments_are_not_supported() -> None:
+    env = [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"}]
+    assert skip_reason(engine_pod(env=env)) == reasons.ENGINE_UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "zmq"}'),
+        ("--kv_events_config.enable_kv_cache_events=true",),
+        ("--kv-events-config.enable-kv-cache-events", "True"),
+    ],
+)
+def test_the_users_events_are_kept(arguments: tuple[str, ...]) -> None:
+    args = engine(injected(engine_pod(*arguments)))["args"]
+    assert args[: len(arguments)] == list(arguments)
+    assert contract.EVENTS_CONFIG not in args
+
+
+def test_flags_that_the_user_set_as_needed_are_not_repeated() -> None:
+    args = engine(injected(engine_pod("--prefix_caching_hash_algo=sha256_cbor")))["args"]
+    assert args == [
+        "--prefix_caching_hash_algo=sha256_cbor",
+        contract.TRANSFER_FLAG,
+        contract.TRANSFER_CONFIG,
+        contract.EVENTS_FLAG,
+        contract.EVENTS_CONFIG,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ("vllm/vllm-openai:v0.32.0", ""),
+        ("vllm/vllm-openai:v0.32.1.post1", ""),
+        ("vllm/vllm-openai:v0.32.0-x86_64", ""),
+        ("vllm/vllm-openai:v0.31.0", reasons.ENGINE_VERSION_UNSUPPORTED),
+        ("vllm/vllm-openai:0.33.0", reasons.ENGINE_VERSION_UNSUPPORTED),
+        ("vllm/vllm-openai:v0.3.2", reasons.ENGINE_VERSION_UNSUPPORTED),
+        ("registry:5000/vllm-openai:v0.20.0@sha256:abc", reasons.ENGINE_VERSION_UNSUPPORTED),
+        ("vllm/vllm-openai:latest", ""),
+        ("vllm/vllm-openai", ""),
+        ("kserve/vllmserver:v0.20.0", ""),
+    ],
+)
+def test_the_tag_of_vllms_own_images_is_its_version(image: str, expected: str) -> None:
+    assert skip_reason(engine_pod(image=image)) == expected
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def test_the_users_python_path_is_kept_behind_ours() -> None:
+    pod = injected(engine_pod(env=[{"name": "PYTHONPATH", "value": "/a:$(B)"}]))
+    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:/a:$(B)"
+    assert isinstance(decide(pod, AROUND), AlreadyInjected)
+
+
+def test_a_python_path_from_elsewhere_is_referred_to() -> None:
+    source = {"configMapKeyRef": {"name": "c", "key": "path"}}
+    pod = injected(engine_pod(env=[{"name": "A", "value": "1"}, {"name": "PYTHONPATH", "valueFrom": source}]))
+    assert [entry["name"] for entry in engine(pod)["env"]][:3] == ["A", "KVPOOL_USER_PYTHONPATH", "PYTHONPATH"]
+    assert env_of(pod)["KVPOOL_USER_PYTHONPATH"] == source
+    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:$(KVPOOL_USER_PYTHONPATH)"
+    assert isinstance(decide(pod, AROUND), AlreadyInjected)
+
+
+def test_a_python_path_that_envfrom_may_bring_is_referred_to() -> None:
+    pod = injected(engine_pod(envFrom=[{"configMapRef": {"name": "c"}}]))
+    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:$(PYTHONPATH)"
+    assert isinstance(decide(pod, AROUND), AlreadyInjected)
+
+
+def test_variables_that_the_user_set_stay_and_references_come_after_what_they_name() -> None:
+    pod = injected(engine_pod(env=[{"name": "KVPOOL_ENDPOINT", "value": "10.0.0.1:1"}]))
+    assert env_of(pod)["KVPOOL_ENDPOINT"] == "10.0.0.1:1"
+    names = [entry["name"] for entry in engine(injected(engine_pod()))["env"]]
+    assert names.index("KVPOOL_POD_IP") < names.index("KVPOOL_ENDPOINT")
+
+
+# --- init container and resources -------------------------------------------------------------------------------------
+
+
+def init_container(pod: Manifest) -> Manifest:
+    """The injected one."""
+    container: Manifest = pod["spec"]["initContainers"][-1]
+    assert container["name"] == contract.INIT_CONTAINER
+    return container
+
+
+def test_the_init_container_is_restricted_and_always_bounded() -> None:
+    container = init_container(injected(engine_pod()))
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["runAsNonRoot"] is True
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"cpu": "100m", "memory": "128Mi"}
+
+
+@pytest.mark.parametrize(
+    ("of_pod", "of_container", "expected"),
+    [
+        ({}, {}, 65532),
+        ({"runAsUser": 1000}, {}, 1000),
+        ({"runAsUser": 1000}, {"runAsUser": 7}, 7),
+        ({"runAsUser": 0}, {}, 65532),
+    ],
+)
+def test_the_init_container_runs_as_the_engines_user_but_never_as_root(
+    of_pod: Manifest, of_container: Manifest, expected: int
+) -> None:
+    pod = engine_pod(securityContext=of_container)
+    pod["spec"]["securityContext"] = of_pod
+    assert init_container(injected(pod))["securityContext"]["runAsUser"] == expected
+
+
+def test_the_init_container_asks_for_what_the_engine_has() -> None:
+    resources = {
+        "requests": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"},
+        "limits": {"memory": "10Gi", "nvidia.com/gpu": "1", "ephemeral-storage": "1Gi"},
+    }
+    found = init_container(injected(engine_pod(resources=resources)))["resources"]
+    assert found["requests"] == {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "1Gi"}
+    assert found["limits"] == {"cpu": "2", "memory": "10Gi", "ephemeral-storage": "1Gi"}
+
+
+def memory_of(pod: Manifest) -> tuple[str, str]:
+    """(request, limit) of the engine."""
+    resources = engine(pod)["resources"]
+    return resources.get("requests", {}).get("memory", ""), resources.get("limits", {}).get("memory", "")
+
+
+def bounded(request: str, limit: str) -> Manifest:
+    """Resources with these amounts of memory."""
+    return {name: {"memory": amount} for name, amount in (("requests", request), ("limits", limit)) if amount}
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments", "after"),
+    [
+        (("8Gi", "8Gi"), (), ("8320Mi", "8320Mi")),
+        (("4Gi", "8Gi"), (), ("4Gi", "8320Mi")),
+        (("8Gi", "8Gi"), ("-tp", "2"), ("8448Mi", "8448Mi")),
+        (("8Gi", "8Gi"), ("--tensor-parallel-size=2", "--data_parallel_size", "2"), ("8704Mi", "8704Mi")),
+        (("8Gi", ""), (), ("8Gi", "")),
+        (("1e9", "1e9"), (), ("1134217728", "1134217728")),
+    ],
+)
+def test_page_tables_of_the_arena_are_added_to_a_limit(
+    before: tuple[str, str], arguments: tuple[str, ...], after: tuple[str, str]
+) -> None:
+    assert memory_of(injected(engine_pod(*arguments, resources=bounded(*before)))) == after
+
+
+def test_memory_is_left_alone_where_more_may_be_refused_or_is_not_needed() -> None:
+    pod = engine_pod(resources=bounded("8Gi", "8Gi"))
+    quota = around(facts=NamespaceFacts("default", bounds_memory=True))
+    for surroundings in (quota, pool_with(huge_pages=True)):
+        assert memory_of(injected(pod, surroundings)) == ("8Gi", "8Gi")
+    pod["spec"]["resources"] = {"limits": {"memory": "9Gi"}}
+    assert memory_of(injected(pod)) == ("8Gi", "8Gi")
+    assert "resources" not in init_container(injected(pod))
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("1Gi", 1 << 30),
+        ("512M", 512_000_000),
+        ("1.5Ki", 1536),
+        ("1e3", 1000),
+        ("100m", None),
+        ("", None),
+        ("x", None),
+        (None, None),
+    ],
+)
+def test_quantities_of_memory_are_read(text: object, amount: int | None) -> None:
+    assert memory_bytes(text) == amount
+
+
+def test_pull_secrets_of_the_pool_are_added_in_its_own_namespace() -> None:
+    pod = engine_pod()
+    pod["spec"]["imagePullSecrets"] = [{"name": "mine"}]
+    found = injected(pod, pool_with(image_pull_secrets=("registry",)))
+    assert found["spec"]["imagePullSecrets"] == [{"name": "mine"}, {"name": "registry"}]
