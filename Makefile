@@ -63,11 +63,12 @@ format: venv ## Let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: generate
-generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md
+generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md, golden pods of the webhook
 	$(BIN)/python tools/generate_configuration_docs.py
 	$(BIN)/python tools/generate_metrics_docs.py
+	$(BIN)/python tools/generate_webhook_golden.py
 
-GENERATED := docs/configuration.md docs/metrics.md
+GENERATED := docs/configuration.md docs/metrics.md tests/unit/kserve_pods/golden
 
 .PHONY: verify
 verify: generate ## Fail when a generated file differs from what is committed
