@@ -63,13 +63,14 @@ format: venv ## Let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: generate
-generate: venv ## Write every generated file anew: docs/configuration.md, docs/metrics.md, docs/api.md, crds/
+generate: venv ## Write every generated file anew: docs/{configuration,metrics,api}.md, crds/, golden pods of the webhook
 	$(BIN)/python tools/generate_configuration_docs.py
 	$(BIN)/python tools/generate_metrics_docs.py
 	$(BIN)/python -m tools.generate_crd
 	$(BIN)/python -m tools.generate_api_docs
+	$(BIN)/python tools/generate_webhook_golden.py
 
-GENERATED := docs/configuration.md docs/metrics.md docs/api.md crds
+GENERATED := docs/configuration.md docs/metrics.md docs/api.md crds tests/unit/kserve_pods/golden
 
 .PHONY: verify
 verify: generate ## Fail when a generated file differs from what is committed

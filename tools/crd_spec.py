@@ -69,7 +69,7 @@ def _allowed_namespaces() -> Schema:
             "selector": label_selector("Labels of the namespaces; with `from: Selector` only."),
         },
         extra={
-            "default": {},
+            "default": {"from": "Same"},
             RULES: [
                 rule(
                     "has(self.selector) == (self.from == 'Selector')",

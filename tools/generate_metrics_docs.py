@@ -16,10 +16,15 @@ HEADER = """# Metrics
 
 <!-- Written by `make generate` from the code that declares them; edit that. -->
 
-Agent and router serve theirs at `/metrics` of the admin port, the connector's are on the engine's own `/metrics`. Counters
-end in `_total` when they are exported.
+Agent, router and operator serve theirs at `/metrics` of the admin port, the connector's are on the engine's own
+`/metrics`. Counters end in `_total` when they are exported.
 """
-PARTS = {"kvpool_agent": "Agent", "kvpool_router": "Router", "kvpool_vllm": "Connector"}
+PARTS = {
+    "agent/kvpool_agent": "Agent",
+    "agent/kvpool_router": "Router",
+    "agent/kvpool_vllm": "Connector",
+    "operator/kvpool_operator": "Operator",
+}
 KINDS = {
     "Counter": "counter",
     "Gauge": "gauge",
@@ -84,10 +89,10 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
 def page() -> str:
     """The whole page."""
     lines = [HEADER]
-    for package, title in PARTS.items():
+    for folder, title in PARTS.items():
         found = {
             metric
-            for path in sorted((ROOT / "agent" / package).rglob("*.py"))
+            for path in sorted((ROOT / folder).rglob("*.py"))
             for metric in metrics_in(path.read_text())
             if metric.name.startswith("kvpool_")
         }

@@ -5,33 +5,33 @@ Invariant: it needs nothing of vLLM but the base class, and answers hooks that i
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1,
-        KVConnectorMetadata,
-        SupportsHMA,
-    )
-except Exception:  # noqa: BLE001 this vLLM has no such interface, or an older one
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-    except Exception:  # noqa: BLE001
-        KVConnectorBase_V1 = KVConnectorMetadata = object
-
-    class SupportsHMA:  # type: ignore[no-redef]
-        """Stands in where vLLM has no hybrid memory allocator."""
-
-
 logger = logging.getLogger("vllm.kvpool")
 
+BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
-class InertMetadata(KVConnectorMetadata):
+
+def _base(name: str) -> Any:
+    """vLLM's class of that name; an empty one where this vLLM has none."""
+    try:
+        return getattr(importlib.import_module(BASE_MODULE), name)
+    except Exception:  # noqa: BLE001 whatever importing another vLLM raises
+        return type(name, (), {})
+
+
+_MetadataBase: Any = _base("KVConnectorMetadata")
+_ConnectorBase: Any = _base("KVConnectorBase_V1")
+_HybridBase: Any = _base("SupportsHMA")
+
+
+class InertMetadata(_MetadataBase):
     """Nothing to do in this step."""
 
 
-class InertConnector(KVConnectorBase_V1, SupportsHMA):
+class InertConnector(_ConnectorBase, _HybridBase):
     """Loads nothing, stores nothing."""
 
     reason = ""

@@ -81,6 +81,12 @@ def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Se
     return Settings(
         socket_path=socket_path,
         token_file=environ.get("KVPOOL_TOKEN_FILE", ""),
-        endpoint=environ.get("KVPOOL_ENDPOINT", ""),
+        endpoint=_bracketed(environ.get("KVPOOL_ENDPOINT", "")),
         **numbers,  # type: ignore[arg-type]
     )
+
+
+def _bracketed(endpoint: str) -> str:
+    """`ip:port` as routers write it: the webhook cannot tell an IPv6 address, which has brackets, from another."""
+    host, _, port = endpoint.rpartition(":")
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else endpoint

@@ -7,6 +7,7 @@ are removed only when no agent can write new ones.
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from kvpool_operator.observed import Pod
 AGENTS_SECONDS = 25.0
 """Agents that are still there then are on nodes that are away: they cannot be waited for."""
 GIVE_UP_SECONDS = 100.0
-"""Agents, a pod's start, 45 s of removing keys."""
+"""Agents, a pod's start, 40 s of removing keys, and a busy node."""
 
 
 class Act(enum.Enum):
@@ -90,6 +91,17 @@ def _left(scene: Scene, why: str) -> str:
 
 
 def job_message(pods: tuple[Pod, ...]) -> str:
-    """What the purge Job's pod said at its end."""
+    """What the purge Job's pod said at its end (`kvpool_operator.purge`: one line of JSON), for people."""
     said = [one.exit_message for pod in pods if pod.component == names.PURGE for one in pod.containers]
-    return " ".join("; ".join(text for text in said if text).split())
+    return "; ".join(_readable(text) for text in said if text)
+
+
+def _readable(text: str) -> str:
+    try:
+        told = json.loads(text)
+        removed = f"{told['deleted']} keys removed"
+    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())
+    left = f", about {told['remaining_estimate']} left" if told.get("remaining_estimate") else ""
+    why = f": {told['message']}" if told.get("message") else ""
+    return removed + left + why

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from kvpool_operator.kube_errors import KubeError
 
-LEASE_SECONDS = 15
-RENEW_DEADLINE_SECONDS = 10.0
+LEASE_SECONDS = 20
+RENEW_DEADLINE_SECONDS = 15.0
 """5 s below the lease: clocks run at different speeds and a write may take a moment to arrive."""
 RETRY_SECONDS = 2.0
 

@@ -51,12 +51,15 @@ AGENT_NOT_READY: Final = "AgentNotReady"
 AGENT_UNREACHABLE: Final = "AgentUnreachable"
 
 # --- Valkey -----------------------------------------------------------------------------------------------------------
-CLUSTER_FORMING: Final = "ClusterForming"  # these six are given by kvpool_operator.valkey
+CLUSTER_FORMING: Final = "ClusterForming"  # these nine are given by kvpool_operator.valkey
 SHARD_MISSING: Final = "ShardMissing"
 CLUSTER_HEALING: Final = "ClusterHealing"
 CLUSTER_SETTLING: Final = "ClusterSettling"
 SLOTS_MOVING: Final = "SlotsMoving"
 HEALING_INTERRUPTED: Final = "HealingInterrupted"
+SHARD_UNREACHABLE: Final = "ShardUnreachable"
+SHARD_REFUSES: Final = "ShardRefuses"
+VALKEY_UNAUTHENTICATED: Final = "ValkeyUnauthenticated"
 VALKEY_PASSWORD_WRONG: Final = "ValkeyPasswordWrong"
 VALKEY_UNREACHABLE: Final = "ValkeyUnreachable"
 VALKEY_DEGRADED: Final = "ValkeyDegraded"
@@ -83,6 +86,22 @@ WELL: Final = frozenset(
     {ALL_PARTS_READY, ACCEPTED, ALL_AGENTS_READY, ALL_SHARDS_READY, CONNECTED, NOT_CONFIGURED, UP_TO_DATE}
 )
 """Reasons of conditions that are True because nothing is wrong."""
+
+
+PROGRESS: Final = frozenset(
+    {
+        FORMER_OBJECTS_GOING,
+        PODS_STARTING,
+        CLUSTER_FORMING,
+        CLUSTER_SETTLING,
+        SLOTS_MOVING,
+        AWAITING_AGENTS,
+        ROLLING_OUT,
+        WAITING_FOR_OTHER_POOL,
+        PAUSED,
+    }
+)
+"""Reasons of what goes by: their Events are no warnings."""
 
 
 def all_reasons() -> tuple[str, ...]:

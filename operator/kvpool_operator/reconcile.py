@@ -244,7 +244,8 @@ class Reconciler:
         for one in changed(pool.status.get("conditions") or (), written["conditions"]):
             said = f"{one['type']} is {one['status']}: {one['message']}"
             once = f"{one['lastTransitionTime']} {one['reason']}"
-            self._story.tell(about, one["reason"], said, is_warning=one["status"] == "False", once=once)
+            is_warning = one["status"] == "False" and one["reason"] not in reasons.PROGRESS
+            self._story.tell(about, one["reason"], said, is_warning=is_warning, once=once)
         for what in outcome.corrected:
             message = f"{what} was changed by somebody else and is put back: change the pool instead"
             self._story.tell(about, reasons.DRIFT_CORRECTED, message, is_warning=True)

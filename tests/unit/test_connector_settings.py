@@ -19,6 +19,19 @@ def test_defaults_hold_and_keys_of_vllm_are_left_to_vllm() -> None:
     assert settings.verdict_deadline_seconds == 0.05
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("fd00::5:8000", "[fd00::5]:8000"),
+        ("[fd00::5]:8000", "[fd00::5]:8000"),
+        ("engine:8000", "engine:8000"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_endpoint_is_written_as_routers_do(given: str, expected: str) -> None:
+    assert read_settings({**ENVIRON, "KVPOOL_ENDPOINT": given}, {}).endpoint == expected
+
+
 def test_a_deadline_can_be_set() -> None:
     assert read_settings(ENVIRON, {"kvpool_verdict_deadline_seconds": 1}).verdict_deadline_seconds == 1.0
 

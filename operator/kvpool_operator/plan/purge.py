@@ -12,7 +12,7 @@ from kvpool_operator.plan.agent import CREDENTIALS_FOLDER
 from kvpool_operator.pool import ExternalValkey, Pool
 from kvpool_operator.settings import Settings
 
-PURGE_SECONDS = 45
+PURGE_SECONDS = 40
 """The whole deletion shall take a minute, agents and pod start included."""
 
 
@@ -48,9 +48,8 @@ def build_purge_job(pool: Pool, settings: Settings) -> Manifest | None:
 
 
 def _purge(pool: Pool, external: ExternalValkey, settings: Settings) -> Manifest:
-    command = ["kvpool-purge", "--prefix", names.key_prefix(pool), "--timeout-seconds", str(PURGE_SECONDS)]
-    for endpoint in external.endpoints:
-        command += ["--endpoint", endpoint]
+    command = ["kvpool-purge", "--prefix", names.key_prefix(pool), "--deadline-seconds", str(PURGE_SECONDS)]
+    command += ["--endpoints", ",".join(external.endpoints)]
     if external.secret_name:
         command += ["--username-file", f"{CREDENTIALS_FOLDER}/username"]
         command += ["--password-file", f"{CREDENTIALS_FOLDER}/password"]

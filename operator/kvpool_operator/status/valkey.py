@@ -29,16 +29,16 @@ def valkey_condition(pool: Pool, observed: Observed) -> Condition:
 
 def _managed(observed: Observed) -> Condition:
     problem = pods_problem(observed)
-    if problem is not None and problem.reason != reasons.PODS_STARTING:
-        return fails(KIND, problem)
     health = observed.valkey
     if health is None:
         return fails(KIND, problem or Problem(reasons.PODS_STARTING, "the shards are being made: wait"))
+    if problem is not None:
+        return fails(KIND, Problem(problem.reason, f"{_said(health)}: {problem.message}"))
     if health.waiting:
         reason, message = health.waiting[0]
         return fails(KIND, Problem(reason, f"{_said(health)}: {message}: it heals by itself"))
-    if health.ready < health.shards or problem is not None:
-        return fails(KIND, problem or Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
+    if health.ready < health.shards:
+        return fails(KIND, Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
     return _said_by_agents(observed.stats.values()) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))
 
 

@@ -23,6 +23,9 @@ API_VERSION = "admission.k8s.io/v1"
 WARNING_LENGTH = 256
 """The API server cuts warnings at 256 bytes when there are many; the whole text is on the pod."""
 
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+"""What reading a body that is no review may raise."""
+
 FindPool = Callable[[str, str], PoolView | None]
 FindNamespace = Callable[[str], NamespaceFacts | None]
 
@@ -52,7 +55,7 @@ class PodReviewer:
             request = json.loads(body)["request"]
             uid, pod, namespace = request["uid"], request["object"], request["namespace"]
             kind, operation = request["kind"]["kind"], request["operation"]
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             return allow(request_uid(body), "failed", reason="NotAReview", warning=f"not an AdmissionReview: {error!r}")
         labels = (pod.get("metadata") or {}).get("labels") or {} if isinstance(pod, dict) else {}
         if kind != "Pod" or operation != "CREATE" or labels.get(INJECT_LABEL) != "true":
@@ -89,7 +92,7 @@ def request_uid(body: bytes) -> str:
     """The uid that an answer has to repeat, from whatever can be read; "" otherwise."""
     try:
         return str(json.loads(body)["request"]["uid"])
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return ""
 
 

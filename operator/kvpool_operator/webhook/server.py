@@ -37,7 +37,7 @@ THREADS: Final = 8
 ReviewBody = Callable[[bytes], Review]
 
 
-def build_app(review: ReviewBody, metrics: WebhookMetrics, *, deadline_seconds: float = DEADLINE_SECONDS) -> FastAPI:
+def build_app(review: ReviewBody, metrics: WebhookMetrics, *, deadline_seconds: float) -> FastAPI:
     """The application around a review."""
     app = FastAPI(title="kvpool webhook", docs_url=None, redoc_url=None, openapi_url=None)
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="webhook")
@@ -92,13 +92,14 @@ class WebhookServer:
         port: int,
         host: str = "",
         metrics: WebhookMetrics | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         """host: "" listens on every address. A port of 0 is any free one."""
         reviewer = PodReviewer(find_pool=find_pool, find_namespace=find_namespace, verdicts=verdicts)
         self._metrics = metrics or WebhookMetrics(REGISTRY)
         self._context = build_context()
         config = uvicorn.Config(
-            build_app(reviewer.review, self._metrics),
+            build_app(reviewer.review, self._metrics, deadline_seconds=deadline_seconds),
             host=host,
             port=port,
             ssl_context_factory=lambda _config, _default: self._context,

@@ -1,0 +1,249 @@
+"""The webhook steps aside wherever an injected pod could not start, and says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool_operator.webhook import skip_reasons as reasons
+from kvpool_operator.webhook.contract import Manifest
+from kvpool_operator.webhook.placement import may_land
+from kvpool_operator.webhook.pool_reference import pool_reference
+from kvpool_operator.webhook.skip_reasons import Skip
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView, Taint
+from tests.unit.webhook_pods import around, engine, engine_pod, pool_with, recorded, skip_reason
+
+
+def pod_with(**spec: Any) -> Manifest:
+    """An engine's pod with more in its spec."""
+    pod = engine_pod()
+    pod["spec"] |= spec
+    return pod
+
+
+def labelled(**labels: str) -> Manifest:
+    """An engine's pod with more labels."""
+    pod = engine_pod()
+    pod["metadata"]["labels"] |= {key.replace("__", "/"): value for key, value in labels.items()}
+    return pod
+
+
+# --- pool -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("chat", ("here", "chat")), ("there/chat", ("there", "chat")), (" chat ", ("here", "chat"))],
+)
+def test_a_pool_is_named_with_or_without_its_namespace(text: str, expected: tuple[str, str]) -> None:
+    assert pool_reference({"metadata": {"annotations": {"kvpool.io/pool": text}}}, "here") == expected
+
+
+@pytest.mark.parametrize("text", ["", "a/b/c", "/chat", "there/", "Chat", "a b", "-a", "x" * 64, None])
+def test_anything_else_names_no_pool(text: str | None) -> None:
+    annotations = {} if text is None else {"kvpool.io/pool": text}
+    pods: list[Manifest] = [{"metadata": {"annotations": annotations}}, {"metadata": {}}, {}]
+    for pod in pods:
+        found = pool_reference(pod, "here")
+        assert isinstance(found, Skip)
+        assert found.reason == reasons.POOL_NOT_NAMED
+
+
+def test_the_pool_must_be_there_stay_and_allow_the_namespace() -> None:
+    pod = engine_pod()
+    assert skip_reason(pod, around(pool=None)) == reasons.POOL_NOT_FOUND
+    assert skip_reason(pod, pool_with(is_deleting=True)) == reasons.POOL_BEING_DELETED
+    assert skip_reason(pod, pool_with(allowed_namespaces=frozenset({"other"}))) == reasons.NAMESPACE_NOT_ALLOWED
+    assert skip_reason(pod, pool_with(allowed_namespaces=frozenset({"default"}))) == ""
+
+
+# --- namespace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("privileged", ""),
+        ("baseline", reasons.POD_SECURITY),
+        ("restricted", reasons.POD_SECURITY),
+        ("misspelt", reasons.POD_SECURITY),
+    ],
+)
+def test_levels_of_pod_security_that_refuse_a_hostpath(level: str, expected: str) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": level, "pod-security.kubernetes.io/enforce-version": "v1.20"}
+    assert skip_reason(engine_pod(), around(facts=NamespaceFacts("default", labels))) == expected
+
+
+def test_levels_that_only_warn_or_audit_do_not_count() -> None:
+    labels = {"pod-security.kubernetes.io/warn": "restricted", "pod-security.kubernetes.io/audit": "restricted"}
+    assert skip_reason(engine_pod(), around(facts=NamespaceFacts("default", labels))) == ""
+
+
+def test_an_unknown_namespace_and_one_with_a_refusing_policy() -> None:
+    assert skip_reason(engine_pod(), around(facts=None)) == reasons.NAMESPACE_UNKNOWN
+    assert skip_reason(engine_pod(), around(verdict="hostPath is forbidden")) == reasons.POLICY_REFUSES
+
+
+# --- kinds of pods ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"os": {"name": "windows"}}, reasons.WINDOWS_POD),
+        ({"os": {"name": "linux"}}, ""),
+        ({"nodeSelector": {"kubernetes.io/os": "windows"}}, reasons.WINDOWS_POD),
+        ({"runtimeClassName": "gvisor"}, reasons.SANDBOXED_RUNTIME),
+        ({"runtimeClassName": "kata-qemu"}, reasons.SANDBOXED_RUNTIME),
+        ({"runtimeClassName": "nvidia"}, ""),
+        ({"hostUsers": False}, reasons.USER_NAMESPACE),
+        ({"hostUsers": True}, ""),
+        ({"hostNetwork": True}, ""),
+    ],
+)
+def test_kinds_of_pods_that_could_not_start(spec: Manifest, expected: str) -> None:
+    assert skip_reason(pod_with(**spec)) == expected
+
+
+def test_a_static_pods_mirror_is_left_alone() -> None:
+    pod = engine_pod()
+    pod["metadata"]["annotations"]["kubernetes.io/config.mirror"] = "x"
+    assert skip_reason(pod) == reasons.STATIC_POD
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ({"component": "transformer", "serving.kserve.io__inferenceservice": "a"}, reasons.NOT_A_PREDICTOR),
+        ({"component": "explainer", "serving.kserve.io__inferenceservice": "a"}, reasons.NOT_A_PREDICTOR),
+        ({"component": "predictor", "serving.kserve.io__inferenceservice": "a"}, ""),
+        ({"component": "transformer"}, ""),
+        ({"llm-d.ai__role": "both"}, ""),
+        ({"llm-d.ai__role": "decode"}, reasons.DISAGGREGATED_ROLE),
+    ],
+)
+def test_roles_that_are_no_engines_of_their_own(labels: dict[str, str], expected: str) -> None:
+    assert skip_reason(labelled(**labels)) == expected
+
+
+@pytest.mark.parametrize("name", ["llminferenceservice-prefill.pod.json", "llminferenceservice-decode.pod.json"])
+def test_disaggregated_pods_of_kserve_are_left_alone(name: str) -> None:
+    assert skip_reason(recorded(name)) == reasons.DISAGGREGATED_ROLE
+
+
+# --- names and paths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kvpool-connector", "kvpool-socket", "kvpool-token"])
+def test_a_volume_of_the_users_with_our_name(name: str) -> None:
+    assert skip_reason(pod_with(volumes=[{"name": name, "emptyDir": {}}])) == reasons.NAME_TAKEN
+
+
+def test_a_container_of_the_users_with_our_name() -> None:
+    assert skip_reason(pod_with(initContainers=[{"name": "kvpool-inject", "image": "x"}])) == reasons.NAME_TAKEN
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/opt", reasons.MOUNT_PATH_TAKEN),
+        ("/opt/kvpool-connector", reasons.MOUNT_PATH_TAKEN),
+        ("/opt/kvpool-connector/x/", reasons.MOUNT_PATH_TAKEN),
+        ("/run", reasons.MOUNT_PATH_TAKEN),
+        ("/var/run", reasons.MOUNT_PATH_TAKEN),
+        ("/var/run/kvpool", reasons.MOUNT_PATH_TAKEN),
+        ("/run/secrets", reasons.MOUNT_PATH_TAKEN),
+        ("/var", reasons.MOUNT_PATH_TAKEN),
+        ("/opt/kvpool", ""),
+        ("/var/run/secrets/kubernetes.io/serviceaccount", ""),
+        ("/dev/shm", ""),
+        ("/variable", ""),
+    ],
+)
+def test_mounts_that_would_hide_ours_or_keep_them_from_being_made(path: str, expected: str) -> None:
+    pod = engine_pod()
+    engine(pod)["volumeMounts"] = [{"name": "x", "mountPath": path}]
+    assert skip_reason(pod) == expected
+
+
+# --- the image --------------------------------------------------------------------------------------------------------
+
+
+def test_no_ready_agent_runs_the_image() -> None:
+    assert skip_reason(engine_pod(), pool_with(ready_agents=0)) == reasons.NO_READY_AGENT
+
+
+def test_a_pull_secret_is_needed_in_another_namespace() -> None:
+    elsewhere = pool_with(namespace="pools", image_pull_secrets=("registry",))
+    assert skip_reason(engine_pod(), elsewhere) == reasons.PULL_SECRET_MISSING
+    assert skip_reason(pod_with(imagePullSecrets=[{"name": "registry"}]), elsewhere) == ""
+
+
+def test_the_image_is_missing_on_a_node_where_the_pod_may_land() -> None:
+    node = NodeView("b", {"kubernetes.io/hostname": "b"}, allocatable=frozenset({"cpu", "memory"}))
+    missing = pool_with(nodes_without_image=(node,))
+    assert skip_reason(engine_pod(), missing) == reasons.IMAGE_MISSING_ON_NODE
+    assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "a"}), missing) == ""
+
+
+GPU = NodeView(
+    "gpu",
+    {"zone": "a", "gpu": "h200"},
+    (Taint("nvidia.com/gpu", "present", "NoSchedule"), Taint("slow", "", "PreferNoSchedule")),
+    frozenset({"cpu", "memory", "nvidia.com/gpu"}),
+)
+TOLERATED = {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]}
+
+
+def required(*terms: Manifest) -> Manifest:
+    """A spec that tolerates the GPU's taint and requires one of these terms."""
+    return {
+        **TOLERATED,
+        "affinity": {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}
+        },
+    }
+
+
+def expression(operator: str, key: str = "gpu", values: tuple[str, ...] = ()) -> Manifest:
+    """A term with one expression."""
+    return {"matchExpressions": [{"key": key, "operator": operator, "values": list(values)}]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, False),
+        (TOLERATED, True),
+        ({"tolerations": [{"operator": "Exists"}]}, True),
+        ({"tolerations": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, True),
+        ({"tolerations": [{"key": "nvidia.com/gpu", "value": "absent"}]}, False),
+        ({"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoExecute"}]}, False),
+        ({"tolerations": [{"key": "nvidia.com/gpu", "operator": "Gt", "value": "1"}]}, True),
+        ({**TOLERATED, "nodeSelector": {"zone": "a"}}, True),
+        ({**TOLERATED, "nodeSelector": {"zone": "b"}}, False),
+        ({"nodeName": "gpu"}, True),
+        ({**TOLERATED, "nodeName": "other"}, False),
+        (required(expression("In", values=("h200", "b200"))), True),
+        (required(expression("In", values=("b200",))), False),
+        (required(expression("In", values=("b200",)), expression("Exists", "zone")), True),
+        (required(expression("NotIn", values=("h200",))), False),
+        (required(expression("NotIn", "absent", ("x",))), True),
+        (required(expression("DoesNotExist")), False),
+        (required(expression("Exists", "absent")), False),
+        (required(expression("Gt", values=("1",))), True),
+        (required({}), False),
+        (required({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["gpu"]}]}), True),
+        (required({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["x"]}]}), False),
+    ],
+)
+def test_where_a_pod_may_land(spec: Manifest, expected: bool) -> None:
+    assert may_land(pod_with(**spec), GPU) is expected
+
+
+def test_a_pod_that_needs_a_device_does_not_land_where_there_is_none() -> None:
+    pod = engine_pod(resources={"limits": {"nvidia.com/gpu": "1", "memory": "1Gi"}})
+    assert not may_land(pod, NodeView("plain", allocatable=frozenset({"cpu", "memory"})))
+    assert may_land(pod, NodeView("gpu", allocatable=frozenset({"cpu", "memory", "nvidia.com/gpu"})))
+    assert not may_land(engine_pod(), NodeView("cordoned", unschedulable=True))
