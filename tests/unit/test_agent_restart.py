@@ -134,6 +134,7 @@ def test_replaced_holder_gets_the_arena_from_the_living_agent_and_gives_it_to_th
     wait_for(lambda: second.lines("waiting for the lock"), "the second agent waits for the first to end")
     assert node.get("/readyz")[0] == 503
     assert first.stop() == 0
+    assert first.lines("drained")
     engine.close()
     wait_for(node.is_ready, "the second agent's readiness")
     again = Engine(node)
@@ -156,7 +157,9 @@ def test_agent_waits_for_its_holder_and_says_so_once(tmp_path: Path) -> None:
     node = Node(tmp_path)
     try:
         agent = node.start_agent(wait=False)
-        assert node.get("/readyz") == (503, b"waiting for the holder\n")
+        status, body = node.get("/readyz")
+        assert status == 503
+        assert body.startswith(b"waiting for the holder: ")
         wait_for(lambda: agent.lines("waiting for the holder"), "the log line")
         node.start_holder()
         wait_for(node.is_ready, "readiness")
