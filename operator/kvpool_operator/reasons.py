@@ -48,7 +48,6 @@ NO_NODE_MATCHES: Final = "NoNodeMatches"
 CAPACITY_EXCEEDS_NODE: Final = "CapacityExceedsNode"
 ARENA_PENDING: Final = "ArenaPending"
 AGENT_NOT_READY: Final = "AgentNotReady"
-AGENT_UNREACHABLE: Final = "AgentUnreachable"
 
 # --- Valkey -----------------------------------------------------------------------------------------------------------
 CLUSTER_FORMING: Final = "ClusterForming"  # these nine are given by kvpool_operator.valkey

@@ -28,7 +28,6 @@ URGENCY = (
     reasons.NODE_NOT_READY,
     reasons.ARENA_PENDING,
     reasons.CONTAINER_RESTARTED,
-    reasons.AGENT_UNREACHABLE,
     reasons.AGENT_NOT_READY,
     reasons.PODS_STARTING,
 )
