@@ -64,7 +64,7 @@ def test_key_added_while_it_is_worked_on_comes_again_afterwards_and_not_before()
 def test_failing_key_comes_later_and_later_until_it_succeeds() -> None:
     queue, clock = make_queue()
     queue.add("a")
-    pauses = []
+    pauses: list[float] = []
     for _ in range(12):
         assert queue.take(0) == "a"
         queue.failed("a")
