@@ -10,6 +10,8 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from kvpool_agent.logs import set_up_logging
 from kvpool_agent.metrics import AgentMetrics
 from kvpool_agent.serving import serve
 from kvpool_core.errors import ConfigError, KVPoolError
+from kvpool_core.listening import bind
 
 GC_THRESHOLD = 50_000
 """Net new objects between two collections: some 5 ms of work each."""
@@ -37,7 +40,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only check the configuration")
     arguments = parser.parse_args(command_line)
     try:
-        config = load_config(arguments.config)
+        config = load_config(arguments.config, os.environ)
     except ConfigError as error:
         print(f"kvpool-agent: {error}", file=sys.stderr)  # noqa: T201  # before logging is set up
         return 2
@@ -45,15 +48,23 @@ def main(command_line: Sequence[str] | None = None) -> int:
         return 0
     set_up_logging(config.log_level, _log_fields(config))
     _tune_garbage_collection()
+    status = 0
     try:
         asyncio.run(_run(config))
-    except (KVPoolError, OSError) as error:
-        log.critical("cannot go on", extra={"data": {"reason": str(error)}})
-        return 1
-    except Exception:
+    except* (KVPoolError, OSError) as errors:
+        log.critical("cannot go on", extra={"data": {"reason": _reasons(errors)}})
+        status = 1
+    except* Exception:
         log.critical("a fault of our own", exc_info=True)
-        return 1
-    return 0
+        status = 1
+    return status
+
+
+def _reasons(errors: BaseExceptionGroup[BaseException]) -> str:
+    """What the leaves say: tasks that end together arrive as groups in groups."""
+    return "; ".join(
+        _reasons(error) if isinstance(error, BaseExceptionGroup) else str(error) for error in errors.exceptions
+    )
 
 
 def _tune_garbage_collection() -> None:
@@ -73,15 +84,16 @@ async def _run(config: Config) -> None:
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
     metrics = AgentMetrics(registry)
-    state = AdminState(registry)
+    state = AdminState(config, metrics, boot_id=secrets.token_bytes(16))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    admin = build_server(config.admin, build_app(state, Token(Path(config.admin.token_file))))
-    admin_task = loop.create_task(admin.serve(), name="admin")
+    admin = build_server(build_app(state, Token(Path(config.admin.token_file))))
+    address = bind(config.admin.host, config.admin.port)
+    admin_task = loop.create_task(admin.serve(sockets=[address]), name="admin")
     await wait_until_started(admin, admin_task)
-    log.info("admin API", extra={"data": {"host": config.admin.host, "port": admin.port}})
+    log.info("admin API", extra={"data": {"host": config.admin.host, "port": address.getsockname()[1]}})
     try:
         await serve(config, state, metrics, stop)
     finally:

@@ -15,11 +15,13 @@ from pathlib import Path
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool_agent.agent import Agent
-from kvpool_agent.config import AdminSettings
+from kvpool_agent.arena_status import ArenaStatus
+from kvpool_agent.config import Config
 from kvpool_agent.events import Subscriber
+from kvpool_agent.metrics import AgentMetrics
 
 ALIVE_SECONDS = 2.0
 """A silent event stream says that it is alive this often."""
@@ -30,13 +32,38 @@ log = logging.getLogger("kvpool.agent.admin")
 
 
 class AdminState:
-    """What the API shows: `agent` is None until the arena is there, `waiting_for` says what for."""
+    """What the API shows: `agent` is None until the arena is there, `arena` says what is waited for."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def __init__(self, config: Config, metrics: AgentMetrics, *, boot_id: bytes) -> None:
+        self.config = config
+        self.registry = metrics.registry
+        self.boot_id = boot_id
+        self.arena = ArenaStatus(metrics, config.ram.capacity_bytes)
         self.agent: Agent | None = None
-        self.waiting_for = "start"
         self.stopping = False
+
+    def open(self, agent: Agent) -> None:
+        """The arena is there."""
+        self.arena.serve()
+        self.agent = agent
+
+    def stats(self) -> dict[str, object]:
+        """What /v1/stats shows, in one shape before and after."""
+        problem = not_ready_reason(self)
+        stats: dict[str, object] = {
+            "ready": not problem,
+            "waiting_for": self.arena.waiting_for,
+            "boot_id": self.boot_id.hex(),
+            "pool": {"namespace": self.config.pool.namespace, "name": self.config.pool.name},
+            "node": self.config.node,
+            "draining": False,
+            "engines": [],
+            "valkey": None,
+        }
+        stats |= self.agent.stats() if self.agent is not None else {}
+        arena = stats.get("arena", {})
+        assert isinstance(arena, dict)
+        return stats | {"arena": self.arena.report() | arena}
 
 
 class Token:
@@ -104,17 +131,14 @@ def not_ready_reason(state: AdminState) -> str:
     if state.stopping:
         return "stopping"
     if state.agent is None:
-        return f"waiting for {state.waiting_for}"
+        return state.arena.problem
     return "draining" if state.agent.draining else ""
 
 
 def _add_routes(router: APIRouter, state: AdminState) -> None:
     @router.get("/stats")
     async def stats() -> Response:
-        agent = state.agent
-        if agent is None:
-            return JSONResponse({"ready": False, "waiting_for": state.waiting_for})
-        return JSONResponse({"ready": not not_ready_reason(state), **agent.stats()})
+        return JSONResponse(state.stats())
 
     @router.post("/drain")
     async def drain(timeout_seconds: float = 30.0) -> Response:
@@ -157,12 +181,10 @@ class AdminServer(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
-def build_server(settings: AdminSettings, app: FastAPI) -> AdminServer:
-    """A server that is run with `serve()`."""
+def build_server(app: FastAPI) -> AdminServer:
+    """A server that is run with `serve(sockets=[...])`."""
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -6,6 +6,7 @@ Invariant: all state is touched on the event loop only; threads get pinned paylo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from contextlib import suppress
@@ -163,9 +164,6 @@ class Agent:
         """What /v1/stats shows."""
         pool = self.store.pool
         return {
-            "boot_id": self.boot_id.hex(),
-            "pool": {"namespace": self.config.pool.namespace, "name": self.config.pool.name},
-            "node": self.config.node,
             "draining": self.draining,
             "arena": {
                 "arena_id": self.arena.arena_id.hex(),
@@ -180,6 +178,7 @@ class Agent:
                 {
                     "engine_id": engine.engine_id,
                     "endpoint": engine.hello.endpoint,
+                    "pod": dataclasses.asdict(engine.pod) if engine.pod is not None else None,
                     "dp_rank": engine.dp_rank,
                     "served_names": engine.hello.served_names,
                     "workers": len(engine.workers),
@@ -231,7 +230,6 @@ class Agent:
 
     def _declare_gauges(self) -> None:
         metrics, pool = self.metrics, self.store.pool
-        metrics.arena_bytes.set(self.arena.capacity_bytes)
         metrics.arena_used_bytes.set_function(lambda: pool.allocator.used_bytes)
         metrics.leases.set_function(lambda: len(self.store.leases))
         metrics.subscribers.set_function(lambda: len(self.hub))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import socket
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +49,8 @@ class AdminSettings(_Section, frozen=True):
 
     port: int
     token_file: str
-    host: str = "127.0.0.1"  # loopback: whoever wants the API from outside says so
+    host: str = "127.0.0.1"
+    """Loopback: whoever wants the API from outside says so. `*`: every address, IPv4 and IPv6."""
 
 
 class RamSettings(_Section, frozen=True):
@@ -77,7 +79,8 @@ class Config(_Section, frozen=True):
     holder_socket: str
     admin: AdminSettings
     ram: RamSettings
-    node: str = msgspec.field(default_factory=socket.gethostname)  # as Kubernetes names nodes by default
+    node: str = ""
+    """Name of the node. Empty: KVPOOL_NODE of the environment (in a pod from `spec.nodeName`), else the host's name."""
     lease_seconds: float = 10.0
     """Seconds that a lease lasts: longer than a load of the largest prompt; a dead engine's blocks are soon free."""
     write_lease_seconds: float = 60.0
@@ -85,7 +88,11 @@ class Config(_Section, frozen=True):
     max_lease_fraction: float = 0.25
     """Share of the arena that one engine may lease, so that four busy engines still leave every one of them something."""
     authentication: Literal["none", "kubernetes"] = "none"
-    allowed_namespaces: list[str] = []
+    """`kubernetes`: engines bring a pod-bound token of audience `kvpool.io/<namespace>/<pool>`, checked by TokenReview."""
+    allowed_namespaces_file: str = ""
+    """Namespaces whose pods may use the pool, one a line, or `*`; read again when it changes. Needed with `kubernetes`."""
+    drain_seconds: float = 10.0
+    """After SIGTERM: time for blocks that wait to be written to Valkey. A pod's grace period must be longer by 20 s."""
     valkey: ValkeySettings | None = None
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
@@ -95,15 +102,17 @@ class Config(_Section, frozen=True):
         return Path(self.socket_folder) / "agent.sock"
 
 
-def load_config(path: Path) -> Config:
-    """Read and check the file; ConfigError says what to change."""
+def load_config(path: Path, environ: Mapping[str, str]) -> Config:
+    """Read and check the file; ConfigError says what to change. environ: gives the node's name when the file does not."""
     try:
         text = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}: give --config a readable file"
         ) from error
-    return parse_config(text)
+    config = parse_config(text)
+    node = config.node or environ.get("KVPOOL_NODE", "") or socket.gethostname()
+    return msgspec.structs.replace(config, node=node)
 
 
 def parse_config(text: bytes | str) -> Config:
@@ -202,6 +211,7 @@ def _check_ranges(config: Config) -> str:
         ("lease_seconds", config.lease_seconds, 0.1, 600.0),
         ("write_lease_seconds", config.write_lease_seconds, 1.0, 3600.0),
         ("max_lease_fraction", config.max_lease_fraction, 0.01, 1.0),
+        ("drain_seconds", config.drain_seconds, 0.0, 3600.0),
         ("admin.port", config.admin.port, 0, 65535),
     )
     for key, value, low, high in ranges:
@@ -220,8 +230,16 @@ def _check_sockets(config: Config) -> str:
 
 
 def _check_authentication(config: Config) -> str:
-    if config.authentication == "kubernetes":
-        return "authentication: kubernetes comes with the operator and is not there yet: use none"
+    if config.authentication == "kubernetes" and not config.allowed_namespaces_file.startswith("/"):
+        return (
+            f"allowed_namespaces_file: {config.allowed_namespaces_file!r} is no absolute path, and authentication is "
+            "kubernetes: name the file with the namespaces that may use the pool"
+        )
+    if config.authentication == "none" and config.allowed_namespaces_file:
+        return (
+            "allowed_namespaces_file: without authentication no namespace is known: set authentication to kubernetes, "
+            "or remove the key"
+        )
     return ""
 
 

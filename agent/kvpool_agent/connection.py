@@ -44,9 +44,13 @@ class Connection:
 
     def start(self, on_frame: Callable[[bytes], None], on_closed: Callable[[PeerError | None], None]) -> None:
         """Begin to read."""
+        self.hand_over(on_frame, on_closed)
+        self._loop.add_reader(self._socket, self._readable)
+
+    def hand_over(self, on_frame: Callable[[bytes], None], on_closed: Callable[[PeerError | None], None]) -> None:
+        """From the next frame on somebody else is told."""
         self._on_frame = on_frame
         self._on_closed = on_closed
-        self._loop.add_reader(self._socket, self._readable)
 
     def peer_pidfd(self) -> int | None:
         """A descriptor that becomes readable when the peer's process ends; None when that cannot be known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvpool_agent.pod_identity import PodIdentity
 from kvpool_core.identity import combine
 from kvpool_core.wire import EngineInfo, GroupLayout, Hello, RegisterScheduler, RegisterWorker
 
@@ -28,12 +29,13 @@ class DomainState:
 
 @dataclass(slots=True)
 class Engine:
-    """One vLLM engine. `layouts`: groups as last known, kept while the domain is pending again."""
+    """One vLLM engine. `layouts`: groups as last known, kept while the domain is pending again. `pod`: None where unknown."""
 
     engine_id: str
     dp_rank: int
     world_size: int
     hello: Hello
+    pod: PodIdentity | None = None
     scheduler: RegisterScheduler | None = None
     workers: dict[int, RegisterWorker] = field(default_factory=dict)
     domain: DomainState = field(default_factory=DomainState)
@@ -45,8 +47,10 @@ class Engine:
         """Whether its domain was known at any time, so that messages under way may still name it."""
         return bool(self.layouts)
 
-    def mismatch(self, hello: Hello) -> str:
+    def mismatch(self, hello: Hello, pod: PodIdentity | None) -> str:
         """Why a further connection cannot belong to this engine; "" when it can."""
+        if pod != self.pod:
+            return f"engine {self.engine_id} is connected from another pod: give each engine its own id"
         if (hello.dp_rank, hello.world_size) != (self.dp_rank, self.world_size):
             mine, other = f"dp_rank {self.dp_rank}, world_size {self.world_size}", (hello.dp_rank, hello.world_size)
             return f"engine {self.engine_id} is connected with {mine}, not {other}: give each engine its own id"

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvpool_agent.arena import Arena, ArenaFds
 from kvpool_agent.fd_socket import FrameReader, close_fds, send_frame
@@ -56,25 +56,37 @@ class Wish:
         return bool(state.arena_id) and kept == (self.capacity_bytes, self.huge_page_bytes)
 
 
+class Progress(Protocol):
+    """Who is told how far the arena is, and has a say in when it is made."""
+
+    async def make_room(self, kept_bytes: int) -> None:
+        """Return when a new arena may be made; kept_bytes: pages of another one that the holder then frees."""
+
+    def progressed(self, arena_id: bytes, prefaulted_bytes: int) -> None:
+        """The holder has this arena, with so much of its memory."""
+
+    def failed(self, reason: str) -> None:
+        """The holder is away or refused; it is asked again."""
+
+
 class HolderLink:
     """Gets the arena, then keeps the connection up as long as the agent lives."""
 
     def __init__(self, path: Path, wish: Wish, *, boot_id: bytes) -> None:
         self._path = path
-        self._wish = wish
+        self.wish = wish
         self._boot_id = boot_id
         self._session: _Session | None = None
         self._told = ""
-        self.prefaulted_bytes = 0
 
     @property
     def connected(self) -> bool:
         """Whether a holder keeps our arena right now."""
         return self._session is not None
 
-    async def acquire(self) -> ArenaFds:
+    async def acquire(self, progress: Progress) -> ArenaFds:
         """Wait for a holder and get a complete arena of the wished size from it."""
-        return await self._retry(self._acquire_once)
+        return await self._retry(lambda session: self._acquire_once(session, progress), on_failed=progress.failed)
 
     async def offer(self, arena: Arena) -> None:
         """Wait until the holder keeps our table (and, a new one, everything)."""
@@ -92,7 +104,9 @@ class HolderLink:
             self._session.close()
             self._session = None
 
-    async def _retry(self, action: Callable[[_Session], Awaitable[_T]]) -> _T:
+    async def _retry(
+        self, action: Callable[[_Session], Awaitable[_T]], on_failed: Callable[[str], None] = lambda _reason: None
+    ) -> _T:
         """Connect and act until it works, logging a reason once until it changes."""
         delay = BACKOFF_FIRST_SECONDS
         while True:
@@ -104,7 +118,9 @@ class HolderLink:
                 return result
             except (HolderLostError, OSError, FrameError) as error:
                 self.close()
-                self._tell(str(error) or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                on_failed(reason)
+                self._tell(reason)
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
             delay = min(delay * 2, BACKOFF_CAP_SECONDS)
 
@@ -113,19 +129,20 @@ class HolderLink:
             self._told = reason
             log.warning("waiting for the holder", extra={"data": {"socket": str(self._path), "reason": reason}})
 
-    async def _acquire_once(self, session: _Session) -> ArenaFds:
+    async def _acquire_once(self, session: _Session, progress: Progress) -> ArenaFds:
         state, fds = await session.ask(HolderHello(1, self._boot_id))
-        if not self._wish.fits(state):
+        if not self.wish.fits(state):
             close_fds(fds)
+            await progress.make_room(state.prefaulted_bytes)
             log.info("asking the holder for a new arena", extra={"data": {"kept_bytes": state.capacity_bytes}})
-            state, fds = await session.ask(HolderCreate(2, self._wish.capacity_bytes, self._wish.huge_page_bytes))
+            state, fds = await session.ask(HolderCreate(2, self.wish.capacity_bytes, self.wish.huge_page_bytes))
         while not fds:
-            self.prefaulted_bytes = state.prefaulted_bytes
+            progress.progressed(state.arena_id, state.prefaulted_bytes)
             state, fds = await session.receive(REPLY_TIMEOUT_SECONDS)
-        if not self._wish.fits(state) or len(fds) != 1 + state.has_table:
+        if not self.wish.fits(state) or len(fds) != 1 + state.has_table:
             close_fds(fds)
             raise HolderLostError("the holder passed another arena than it was asked for")
-        self.prefaulted_bytes = state.prefaulted_bytes
+        progress.progressed(state.arena_id, state.prefaulted_bytes)
         old_table_fd = fds[1] if state.has_table else None
         return ArenaFds(state.arena_id, state.capacity_bytes, state.huge_page_bytes, fds[0], old_table_fd)
 

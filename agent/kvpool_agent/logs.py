@@ -1,46 +1,18 @@
-"""Log lines: one JSON object a line with pool, namespace and node.
+"""Logging of the agent and of the holder.
 
-Invariant: a log line never holds a secret, a prompt or a payload; callers pass plain values in `extra={"data": {...}}`.
+Invariant: at INFO and above, a library's chatter is not in the log.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-import time
 from collections.abc import Mapping
 
-
-class JsonFormatter(logging.Formatter):
-    """Formats a record with the process's own fields first."""
-
-    def __init__(self, fields: Mapping[str, str]) -> None:
-        super().__init__()
-        self._fields = dict(fields)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON."""
-        line: dict[str, object] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **self._fields,
-        }
-        data = getattr(record, "data", None)
-        if isinstance(data, dict):
-            line.update(data)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+from kvpool_core.log_lines import write_log_lines
 
 
 def set_up_logging(level: str, fields: Mapping[str, str]) -> None:
-    """Send everything at `level` and above to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(fields))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLevelName(level)))
+    """Send everything at `level` and above to standard error, libraries' lines from WARNING on only."""
+    write_log_lines(level, fields)
+    for library in ("uvicorn", "urllib3", "kubernetes"):
+        logging.getLogger(library).setLevel(max(logging.WARNING, logging.getLevelName(level)))

@@ -23,6 +23,14 @@ class AgentMetrics:
 
     def _declare_arena(self, registry: CollectorRegistry) -> None:
         self.arena_bytes = Gauge("kvpool_agent_arena_bytes", "Size of the arena in bytes", registry=registry)
+        self.arena_prefaulted_bytes = Gauge(
+            "kvpool_agent_arena_prefaulted_bytes", "Bytes of the arena that have their memory by now", registry=registry
+        )
+        self.arena_state = Gauge(
+            "kvpool_agent_arena_state",
+            "1 for the arena's current state: waiting (for lock or holder), pending (no room yet), prefaulting, ready",
+            ["state"], registry=registry,
+        )  # fmt: skip
         self.arena_used_bytes = Gauge("kvpool_agent_arena_used_bytes", "Bytes of the arena in slots", registry=registry)
         self.slots = Gauge("kvpool_agent_slots", "Slots in use by state", ["state"], registry=registry)
         self.leases = Gauge("kvpool_agent_leases", "Requests that hold a lease", registry=registry)
@@ -89,6 +97,18 @@ class AgentMetrics:
         self.protocol_errors = Counter(
             "kvpool_agent_protocol_errors", "Connections closed since the peer broke the protocol", ["reason"],
             registry=registry,
+        )  # fmt: skip
+        self.authentications = Counter(
+            "kvpool_agent_authentications", "Greetings by outcome: admitted, or the code of the refusal", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.token_review_seconds = Histogram(
+            "kvpool_agent_token_review_seconds", "Time that the API server took for a TokenReview, or to fail",
+            buckets=LOOKUP_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.standing_by = Gauge(
+            "kvpool_agent_standing_by", "Engine processes that wait for the arena, by whether they map a former one",
+            ["mapped"], registry=registry,
         )  # fmt: skip
         self.engines = Gauge(
             "kvpool_agent_engines", "Engines connected by state of their domain", ["state"], registry=registry

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvpool_agent.engines import REFUSED, Engine
 from kvpool_agent.event_feed import EventFeed
 from kvpool_agent.metrics import AgentMetrics
+from kvpool_agent.peer import Peer
 from kvpool_agent.slot_store import SlotStore
 from kvpool_agent.write_jobs import owner_of
 from kvpool_core.wire import Domain, Hello
@@ -50,25 +51,22 @@ class EngineRegistry:
         """Engines with at least one connection."""
         return list(self._engines.values())
 
-    def mismatch(self, hello: Hello, peer_pid: int) -> str:
+    def mismatch(self, peer: Peer) -> str:
         """Why this process cannot belong to the engine it names; "" when it can."""
+        hello = peer.hello
         former = self._sessions.get(_key(hello))
-        if (
-            former is not None
-            and former.is_peer_alive()
-            and 0 not in (peer_pid, former.peer_pid)
-            and peer_pid != former.peer_pid
-        ):
+        if former is not None and former.peer.is_alive() and _is_another(peer, former.peer):
             return (
-                f"process {former.peer_pid} is connected as {hello.role} {hello.rank} of engine {hello.engine_id}: "
+                f"{former.peer} is connected as {hello.role} {hello.rank} of engine {hello.engine_id}: "
                 "give every engine an id of its own (remove engine_id from --kv-transfer-config)"
             )
         engine = self._engines.get(hello.engine_id)
         others = [key for key in self._sessions if key[0] == hello.engine_id and key != _key(hello)]
-        return engine.mismatch(hello) if engine is not None and others else ""
+        return engine.mismatch(hello, peer.pod) if engine is not None and others else ""
 
-    def admit(self, session: Session, hello: Hello) -> None:
+    def admit(self, session: Session) -> None:
         """Enter a process, closing a former connection of the same one, and tell it of its engine's domain."""
+        hello = session.hello
         former = self._sessions.get(_key(hello))
         if former is not None:
             log.info("a process connected anew", extra={"data": {"engine": hello.engine_id, "role": hello.role}})
@@ -77,6 +75,7 @@ class EngineRegistry:
         if engine is None:
             engine = Engine(hello.engine_id, hello.dp_rank, hello.world_size, hello)
             self._engines[hello.engine_id] = engine
+        engine.pod = session.peer.pod
         session.engine = engine
         self._sessions[_key(hello)] = session
         self._metrics.connections.labels(hello.role).inc()
@@ -103,7 +102,7 @@ class EngineRegistry:
     def forget(self, session: Session, pidfd: int | None) -> None:
         """A connection ended. `pidfd` is ours to close."""
         hello, engine = session.hello, session.engine
-        if hello is None or engine is None or self._sessions.get(_key(hello)) is not session:
+        if engine is None or self._sessions.get(_key(hello)) is not session:
             _close(pidfd)
             return
         del self._sessions[_key(hello)]
@@ -165,6 +164,11 @@ class EngineRegistry:
         if pidfd is not None:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
+
+
+def _is_another(peer: Peer, former: Peer) -> bool:
+    """Across PID namespaces numbers are 0 and tell nothing; the pod then does."""
+    return peer.pod != former.pod or (0 not in (peer.pid, former.pid) and peer.pid != former.pid)
 
 
 def _key(hello: Hello) -> SessionKey:

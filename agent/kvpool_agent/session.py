@@ -1,4 +1,4 @@
-"""One connection's conversation: what may be said when, and what the agent does about it.
+"""One engine process's conversation: what may be said when, and what the agent does about it.
 
 Invariant: nothing is looked up, leased or reserved for a connection before its engine's domain is known; a fault of one
 peer ends its own session only.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpool_agent import checks
-from kvpool_agent.connection import Connection
 from kvpool_agent.engines import KNOWN, Engine
 from kvpool_agent.lookup import Lookup
-from kvpool_agent.peer_error import GARBAGE, HELLO_MISSING, VERSION, WRONG_KEYS, WRONG_ROLE, WRONG_STATE, PeerError
+from kvpool_agent.peer import Peer
+from kvpool_agent.peer_error import GARBAGE, WRONG_KEYS, WRONG_ROLE, WRONG_STATE, PeerError
 from kvpool_agent.slot_store import Rank
 from kvpool_agent.write_jobs import owner_of
 from kvpool_core.errors import FrameError
@@ -43,15 +42,14 @@ from kvpool_core.wire import (
     Release,
     Reserve,
     Reserved,
+    Unmapped,
     Verdict,
-    choose_version,
     decode_engine_message,
 )
 
 if TYPE_CHECKING:
     from kvpool_agent.agent import Agent
 
-HELLO_TIMEOUT_SECONDS = 5.0
 LOOKUPS_MAX = 2048
 """Prefetches of one engine that wait for Valkey at the same time; further ones are answered from RAM alone."""
 
@@ -74,20 +72,28 @@ log = logging.getLogger("kvpool.agent.session")
 
 
 class Session:
-    """From the accepted connection to its end."""
+    """From Welcome to the connection's end."""
 
-    def __init__(self, agent: Agent, connection: Connection, number: int, on_ended: Callable[[Session], None]) -> None:
+    def __init__(self, agent: Agent, peer: Peer, on_ended: Callable[[Session], None]) -> None:
         self._agent = agent
-        self._number = number
         self._on_ended = on_ended
-        self.connection = connection
-        self.hello: Hello | None = None
+        self.peer = peer
+        self.hello = peer.hello
+        self.connection = peer.connection
         self.engine: Engine | None = None
-        self._pidfd = connection.peer_pidfd()
-        self.peer_pid = connection.peer_pid()
         self._lookups: dict[str, asyncio.Task[None]] = {}
-        self._hello_timer = agent.loop.call_later(HELLO_TIMEOUT_SECONDS, self._hello_late)
-        connection.start(self._on_frame, self._on_closed)
+        self.connection.hand_over(self._on_frame, self._on_closed)
+        self._welcome()
+
+    def _welcome(self) -> None:
+        problem = self._agent.registry.mismatch(self.peer)
+        if problem:
+            self.connection.send(Refused(self.hello.rid, "EngineMismatch", problem))
+            self.connection.fail(PeerError(WRONG_STATE, problem))
+            return
+        self.connection.send(self._agent.welcome(self.hello.rid, self.peer.protocol), self._agent.arena.descriptors())
+        if not self.connection.closed:
+            self._agent.registry.admit(self)
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
@@ -96,9 +102,6 @@ class Session:
             message = decode_engine_message(body)
         except FrameError as error:
             raise PeerError(GARBAGE, str(error)) from error
-        if self.hello is None:
-            self._greet(message)
-            return
         role = ROLES.get(type(message))
         if role is not None and role != self.hello.role:
             raise PeerError(WRONG_ROLE, f"{type(message).__name__} from a {self.hello.role}")
@@ -121,7 +124,7 @@ class Session:
                 self._agent.registry.settle(self._require_engine())
             case RegisterWorker():
                 checks.check_register_worker(message)
-                self._require_engine().workers[self._require_hello().rank] = message
+                self._require_engine().workers[self.hello.rank] = message
                 self._agent.registry.settle(self._require_engine())
             case Prefetch():
                 self._prefetch(message)
@@ -130,7 +133,7 @@ class Session:
             case Reserve():
                 self._reserve(message)
             case Ack():
-                self._agent.acked(owner_of(self._require_hello().engine_id), message.job, self._require_hello().rank)
+                self._agent.acked(owner_of(self.hello.engine_id), message.job, self.hello.rank)
             case Abort():
                 self._agent.store.abort(self._rank(), message.job, time.monotonic_ns())
             case Announce():
@@ -141,51 +144,16 @@ class Session:
             case GpuSnapshot():
                 checks.check_gpu(message)
                 self._agent.feed.gpu_snapshot(self._require_engine().engine_id, message)
+            case Unmapped():
+                pass  # it was asked to before the arena was there, and has answered late
             case FileDigests():
                 checks.check_file_digests(message)
                 self.connection.send(self._agent.file_digests.answer(message))
-
-    def _require_hello(self) -> Hello:
-        if self.hello is None:
-            raise PeerError(WRONG_STATE, "no Hello yet")
-        return self.hello
 
     def _require_engine(self) -> Engine:
         if self.engine is None:
             raise PeerError(WRONG_STATE, "no Hello yet")
         return self.engine
-
-    # --- hello ------------------------------------------------------------------------------------------------------
-
-    def _greet(self, message: EngineMessage) -> None:
-        if not isinstance(message, Hello):
-            raise PeerError(HELLO_MISSING, f"{type(message).__name__} before Hello")
-        version = choose_version(message.protocol_min, message.protocol_max)
-        if version is None:
-            theirs = f"{message.protocol_min} to {message.protocol_max}"
-            self._refuse(
-                message, VERSION, "UnsupportedProtocol", f"no common protocol version with {theirs}: use one release"
-            )
-        checks.check_hello(message)
-        self._hello_timer.cancel()
-        problem = self._agent.registry.mismatch(message, self.peer_pid)
-        if problem:
-            self._refuse(message, WRONG_STATE, "EngineMismatch", problem)
-        self.hello = message
-        self.connection.send(self._agent.welcome(message.rid, version or 0), self._agent.arena.descriptors())
-        if not self.connection.closed:
-            self._agent.registry.admit(self, message)
-
-    def _refuse(self, hello: Hello, reason: str, code: str, text: str) -> None:
-        self.connection.send(Refused(hello.rid, code, text))
-        raise PeerError(reason, text)
-
-    def is_peer_alive(self) -> bool:
-        """Whether the peer's process is known to be there."""
-        return self._pidfd is not None and not select.select([self._pidfd], [], [], 0)[0]
-
-    def _hello_late(self) -> None:
-        self.connection.fail(PeerError(HELLO_MISSING, f"no Hello within {HELLO_TIMEOUT_SECONDS} s"))
 
     # --- lookups ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +197,7 @@ class Session:
 
     def _rank(self) -> Rank:
         """Who this worker is and what its blocks measure."""
-        hello = self._require_hello()
+        hello = self.hello
         sizes = {layout.group: layout.payload_bytes for layout in self._require_engine().layouts.values()}
         return Rank(owner_of(hello.engine_id), hello.rank, hello.world_size, sizes)
 
@@ -252,7 +220,7 @@ class Session:
             now_ns=time.monotonic_ns(),
         )
         if answer is None:
-            raise PeerError(WRONG_KEYS, f"rank {self._require_hello().rank} reserves other keys for job {message.job}")
+            raise PeerError(WRONG_KEYS, f"rank {self.hello.rank} reserves other keys for job {message.job}")
         self._count_reserved(answer.kinds)
         self.connection.send(
             Reserved(message.rid, message.job, answer.kinds, answer.slots, answer.generations, answer.write_until_ns)
@@ -268,7 +236,7 @@ class Session:
 
     def _announce(self, message: Announce) -> None:
         checks.check_announce(message)
-        hello = self._require_hello()
+        hello = self.hello
         if hello.role == WORKER:
             self._agent.store.rank_done(owner_of(hello.engine_id), hello.rank, hello.world_size)
         else:
@@ -277,15 +245,14 @@ class Session:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def _on_closed(self, error: PeerError | None) -> None:
-        self._hello_timer.cancel()
         for request in list(self._lookups):
             self._end_lookup(request)
         if error is not None:
             self._agent.metrics.protocol_errors.labels(error.reason).inc()
-            who = {"engine": self.hello.engine_id, "role": self.hello.role} if self.hello else {}
-            data = {"connection": self._number, "reason": error.reason, "detail": str(error), **who}
+            who = {"engine": self.hello.engine_id, "role": self.hello.role}
+            data = {"connection": self.peer.number, "reason": error.reason, "detail": str(error), **who}
             log.warning("closed a connection", extra={"data": data})
-        pidfd, self._pidfd = self._pidfd, None
+        pidfd, self.peer.pidfd = self.peer.pidfd, None
         self._agent.registry.forget(self, pidfd)
         self._on_ended(self)
 

@@ -114,20 +114,32 @@ class DeadlineConnection(valkey.Connection):
         return limited
 
 
-class PasswordFile(CredentialProvider):
-    """Reads the password for every new connection, so that a rotated one is taken up without a restart."""
+class CredentialFiles(CredentialProvider):
+    """Reads user and password for every new connection, so that rotated ones are taken up without a restart."""
 
-    def __init__(self, path: Path, username: str | None) -> None:
-        self._path = path
+    def __init__(self, password: Path, *, username: str | None, username_file: Path | None) -> None:
+        self._password = password
         self._username = username
+        self._username_file = username_file
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """(password,) or (user, password) as valkey-py wants them; AuthenticationError when the file cannot be read."""
-        try:
-            password = self._path.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise AuthenticationError(f"password file {self._path} cannot be read: {type(error).__name__}") from None
-        return (self._username, password) if self._username else (password,)
+        """(password,) or (user, password) as valkey-py wants them; AuthenticationError when a file cannot be read."""
+        password = _read_credential(self._password, "password")
+        username = self._username or self._read_username()
+        return (username, password) if username else (password,)
+
+    def _read_username(self) -> str:
+        """A Secret may hold a password alone: that is the default user's."""
+        if self._username_file is None or not self._username_file.exists():
+            return ""
+        return _read_credential(self._username_file, "username")
+
+
+def _read_credential(path: Path, what: str) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AuthenticationError(f"{what} file {path} cannot be read: {type(error).__name__}") from None
 
 
 def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:
@@ -143,7 +155,10 @@ def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:
         "lib_version": None,
     }
     if settings.password_file is not None:
-        arguments["credential_provider"] = PasswordFile(Path(settings.password_file), settings.username)
+        username_file = Path(settings.username_file) if settings.username_file is not None else None
+        arguments["credential_provider"] = CredentialFiles(
+            Path(settings.password_file), username=settings.username, username_file=username_file
+        )
     return arguments
 
 

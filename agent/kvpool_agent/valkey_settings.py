@@ -32,6 +32,8 @@ class ValkeySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Start of every key; the agent's configuration puts in `kvpool:<namespace>/<name>:` when empty."""
     username: str | None = None
     """ACL user; absent = `default`."""
+    username_file: str | None = None
+    """File with the ACL user's name in place of `username`, read for every new connection; absent or empty = `default`."""
     password_file: str | None = None
     """File with the password (surrounding white space is dropped), read for every new connection, so it may change."""
     write_policy: Literal["WriteThrough", "ReadOnly"] = "WriteThrough"
@@ -59,8 +61,11 @@ class ValkeySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """ConfigError naming key and remedy when a value is out of its range."""
         _check_endpoints(self.endpoints)
         _check_key_prefix(self.key_prefix)
-        if self.username is not None and self.password_file is None:
-            raise _error("username", "is set without valkey.password_file", "name the file with the user's password")
+        for key in ("username", "username_file"):
+            if getattr(self, key) is not None and self.password_file is None:
+                raise _error(key, "is set without valkey.password_file", "name the file with the user's password")
+        if self.username is not None and self.username_file is not None:
+            raise _error("username_file", "is set besides valkey.username", "keep one of them")
         if self.ttl_seconds is not None and self.ttl_seconds < MIN_TTL_SECONDS:
             raise _error("ttl_seconds", f"is {self.ttl_seconds}", f"give at least {MIN_TTL_SECONDS}, or leave it out")
         for key in ("connect_timeout_seconds", "base_timeout_seconds", "breaker_open_seconds"):

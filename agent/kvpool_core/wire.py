@@ -13,9 +13,20 @@ import msgspec
 from kvpool_core.errors import FrameError
 from kvpool_core.frames import encode_frame
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+"""1: all but what says "since 2". A message may grow at its end: receivers leave out what they do not know."""
 PROTOCOL_OLDEST: Final = 1
-"""Oldest version still spoken (N and N-1 once there are two)."""
+"""Oldest version still spoken: N and N-1."""
+PROTOCOL_STANDBY: Final = 2
+"""First version with Standby and Unmapped."""
+
+# Codes of Refused that a receiver acts on; others are for people.
+AUTHENTICATION_UNAVAILABLE: Final = "AuthenticationUnavailable"
+"""Nothing is known against the engine: it tries again and keeps what it has."""
+NAMESPACE_NOT_ALLOWED: Final = "NamespaceNotAllowed"
+ARENA_PENDING: Final = "ArenaPending"
+"""To a peer of version 1 while there is no arena: it tries again."""
+TEMPORARY_REFUSALS: Final = frozenset({AUTHENTICATION_UNAVAILABLE, ARENA_PENDING})
 
 # States of a key in a verdict, one byte each.
 MISS: Final = 0
@@ -49,7 +60,10 @@ class Message(msgspec.Struct, array_like=True, frozen=True, kw_only=False):
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """First message of an engine's process. `role` is "scheduler" or "worker"; `block_size` in tokens per hash."""
+    """First message of an engine's process. `role` is "scheduler" or "worker"; `block_size` in tokens per hash.
+
+    `arena_id` (since 2): the arena that the process maps, b"" when it maps none.
+    """
 
     protocol_min: int
     protocol_max: int
@@ -63,6 +77,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     block_size: int
     hash_seed: str
     token: str
+    arena_id: bytes = b""
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -73,6 +88,21 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     arena_id: bytes
     capacity_bytes: int
     lease_seconds: float
+
+
+class Standby(Message, frozen=True, tag="Standby"):
+    """Answer to Hello while there is no arena to give, repeated every few seconds; Welcome follows on this connection (since 2).
+
+    `unmap`: end copies in flight, unmap the arena that the process maps, and say Unmapped: the node has no room for two.
+    `reason`: what the agent waits for.
+    """
+
+    unmap: bool
+    reason: str
+
+
+class Unmapped(Message, frozen=True, tag="Unmapped"):
+    """Answer to Standby: this process maps no arena any more (since 2)."""
 
 
 class Refused(Message, frozen=True, tag="Refused"):
@@ -393,8 +423,9 @@ EngineMessage = (
     | GpuEvents
     | GpuSnapshot
     | FileDigests
+    | Unmapped
 )
-AgentMessage = Welcome | Refused | Domain | Verdict | Reserved | Reannounce | FileDigests
+AgentMessage = Welcome | Standby | Refused | Domain | Verdict | Reserved | Reannounce | FileDigests
 HolderMessage = HolderHello | HolderState | HolderCreate | HolderKeep | Refused
 StreamMessage = EventsBegin | EventsPart | EventsReady | EventsDelta | EventsAlive
 

@@ -36,13 +36,22 @@ _READ_BYTES = 256 * 1024
 
 
 class Peer(Protocol):
-    """The owner of a client. Its methods are called on the client's thread and must not wait."""
+    """The owner of a client. Its methods are called on the client's thread and must not wait but where they say so."""
 
     def hello(self) -> wire.Hello:
         """The greeting; read anew at each connect."""
 
     def on_welcome(self, welcome: wire.Welcome, descriptors: Sequence[int]) -> list[wire.Message]:
         """Takes ownership of the descriptors; returns what is to be sent first."""
+
+    def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
+        """The agent has no arena to give yet; returns the answer. May wait until copies in flight have ended."""
+
+    def on_refused(self, refused: wire.Refused) -> None:
+        """The agent lets this process not in."""
+
+    def on_absent(self, seconds: float) -> None:
+        """Another try to reach the agent failed, so long after the connection was lost. May wait like `on_standby`."""
 
     def on_message(self, message: wire.AgentMessage) -> None:
         """A pushed message or an answer that no `request` waits for."""
@@ -70,6 +79,7 @@ class AgentClient:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = False
         self._said_absent = False
+        self._lost_at = time.monotonic()
         self.connected = False
         self.last_heard = 0.0
         """time.monotonic() of the last frame received."""
@@ -118,6 +128,7 @@ class AgentClient:
             try:
                 if self._serve_once():
                     backoff = BACKOFF_FIRST_SECONDS
+                    self._lost_at = time.monotonic()
             except (OSError, KVPoolError) as error:
                 self._say_absent(error)
             except Exception:
@@ -126,8 +137,15 @@ class AgentClient:
                 )
             self._drop()
             if not self._closing:
+                self._tell_absent()
                 self._sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, BACKOFF_LAST_SECONDS)
+
+    def _tell_absent(self) -> None:
+        try:
+            self._peer.on_absent(time.monotonic() - self._lost_at)
+        except Exception:
+            logger.exception("kvpool: %s could not act on its agent's absence", self._name)
 
     def _serve_once(self) -> bool:
         """One connection from connect to loss; True when it had been welcomed."""
@@ -155,26 +173,44 @@ class AgentClient:
             return True
 
     def _await_welcome(self, sock: socket.socket, decoder: FrameDecoder) -> tuple[list[wire.Message], list[bytes]]:
+        """Wait as long as the agent says that it has no arena yet; what to send first, and frames behind the Welcome."""
         sock.settimeout(WELCOME_TIMEOUT_SECONDS)
         descriptors: list[int] = []
         try:
-            bodies: list[bytes] = []
-            while not bodies:
-                data, fds, _flags, _address = socket.recv_fds(sock, _READ_BYTES, 2)
-                descriptors += fds
-                if not data:
-                    raise ProtocolError(f"the agent at {self._path} closed the connection before its Welcome")
-                bodies += decoder.feed(data)
-            first = wire.decode_agent_message(bodies[0])
-            if isinstance(first, wire.Refused):
-                raise ProtocolError(f"the agent at {self._path} refused this engine: {first.code}: {first.message}")
-            if not isinstance(first, wire.Welcome) or len(descriptors) != 2:
-                raise ProtocolError(f"the agent at {self._path} answered Hello with {type(first).__name__}")
-            owned, descriptors = descriptors, []
-            return self._peer.on_welcome(first, owned), bodies[1:]
+            while True:
+                bodies = self._receive_greeting(sock, decoder, descriptors)
+                for number, body in enumerate(bodies, 1):
+                    message = wire.decode_agent_message(body)
+                    if isinstance(message, wire.Standby):
+                        self._stand_by(sock, message)
+                        continue
+                    if not isinstance(message, wire.Welcome) or len(descriptors) != 2:
+                        raise self._not_welcomed(message)
+                    owned, descriptors = descriptors, []
+                    return self._peer.on_welcome(message, owned), bodies[number:]
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _receive_greeting(self, sock: socket.socket, decoder: FrameDecoder, descriptors: list[int]) -> list[bytes]:
+        data, fds, _flags, _address = socket.recv_fds(sock, _READ_BYTES, 2)
+        descriptors += fds
+        if not data:
+            raise ProtocolError(f"the agent at {self._path} closed the connection before its Welcome")
+        return list(decoder.feed(data))
+
+    def _stand_by(self, sock: socket.socket, standby: wire.Standby) -> None:
+        if not self._said_absent:
+            self._said_absent = True
+            logger.info("kvpool: %s waits for the agent at %s: %s", self._name, self._path, standby.reason)
+        for answer in self._peer.on_standby(standby):
+            sock.sendall(wire.encode(answer))
+
+    def _not_welcomed(self, message: wire.AgentMessage) -> ProtocolError:
+        if isinstance(message, wire.Refused):
+            self._peer.on_refused(message)
+            return ProtocolError(f"the agent at {self._path} refused this engine: {message.code}: {message.message}")
+        return ProtocolError(f"the agent at {self._path} answered Hello with {type(message).__name__}")
 
     def _pump(self, sock: socket.socket, decoder: FrameDecoder) -> None:
         with selectors.DefaultSelector() as selector:

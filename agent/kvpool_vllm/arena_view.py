@@ -1,6 +1,7 @@
 """An engine process's view of the node's arena: payload mapped read-write, slot table read-only.
 
-Invariant: a slot is used only through `Placement`s that name the arena they belong to; another arena's never match.
+Invariants: a slot is used only through `Placement`s that name the arena they belong to, another arena's never match; a view
+that was closed locates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Placement:
 
 
 class ArenaView:
-    """Mappings of one arena."""
+    """Mappings of one arena, until `close`."""
 
     def __init__(self, welcome: wire.Welcome, payload_fd: int, table_fd: int) -> None:
         self.arena_id = welcome.arena_id
@@ -41,6 +42,12 @@ class ArenaView:
         if header is None or header.arena_id != welcome.arena_id or header.capacity_bytes != welcome.capacity_bytes:
             raise ArenaError("the agent's slot table is not of this arena or of another layout version")
         self._table, self._records = table, header.records
+
+    def close(self) -> None:
+        """Unmap. Only when no copy uses an address of this view any more: such a copy would kill the process."""
+        self._records = 0
+        self._table.release()
+        self._payload.close()
 
     def locate(self, placement: Placement, payload_bytes: int, *, state: int) -> int | None:
         """Address of the slot's payload while the slot is what the placement says and in `state`; else None."""

@@ -115,8 +115,9 @@ class CudaCopier:
         """Undo the registrations, the last first."""
         from vllm.v1.kv_offload.cpu.host_register import host_unregister
 
-        while registered:
-            host_unregister(registered.pop())
+        with torch.cuda.device(self._device):
+            while registered:
+                host_unregister(registered.pop())
 
 
 def register_pieces(address: int, size: int) -> Sequence[tuple[int, int]]:

@@ -163,7 +163,10 @@ class WorkerSetup:
         ]
         copier = make_copier(caches.tensors[0].tensor.device)
         registration = wire.RegisterWorker(0, shared, own, layouts)
-        link = WorkerLink(self._settings.socket_path, lambda: self._greeting.hello("worker"), registration, copier)
+        rank = self._config.parallel_config.rank
+        link = WorkerLink(
+            self._settings.socket_path, lambda: self._greeting.hello("worker"), registration, copier, rank=rank
+        )
         self._worker = KvpoolWorker(plans, link, copier, self._settings)
         link.client.start()
         return self._worker

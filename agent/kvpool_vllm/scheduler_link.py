@@ -78,6 +78,16 @@ class SchedulerLink:
             first.append(self._registration)
         return first
 
+    def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
+        """Nothing to unmap: only workers map the arena."""
+        return [wire.Unmapped(0)] if standby.unmap else []
+
+    def on_refused(self, refused: wire.Refused) -> None:
+        """The client says so; without an agent nothing is looked up or offered."""
+
+    def on_absent(self, seconds: float) -> None:
+        """Without an agent nothing is looked up or offered."""
+
     def on_message(self, message: wire.AgentMessage) -> None:
         """Domain, verdicts, and the call to announce everything again."""
         if isinstance(message, wire.Verdict):

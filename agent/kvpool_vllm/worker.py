@@ -66,7 +66,6 @@ class KvpoolWorker(OffloadingWorker):
         self._copier = copier
         self._settings = settings
         self._lock = threading.Lock()
-        self._load_lock = threading.Lock()
         self._live: dict[int, Job] = {}
         self._finished: list[TransferResult] = []
         self._failed_loads: set[int] = set()
@@ -110,7 +109,7 @@ class KvpoolWorker(OffloadingWorker):
             for job in jobs:
                 job.cancelled.set()
         if jobs:
-            with self._link.store_lock, self._load_lock:  # every copy happens under one of them: now none does
+            with self._link.store_lock, self._link.load_lock:  # every copy happens under one of them: now none does
                 pass
         for job in jobs:
             self._report(job, Outcome.DROPPED if isinstance(job.spec, StoreSpec) else Outcome.FAILED, 0, 0.0)
@@ -147,8 +146,9 @@ class KvpoolWorker(OffloadingWorker):
     def _store(self, job: Job) -> Outcome:
         spec = job.spec
         assert isinstance(spec, StoreSpec)
+        epoch = self._link.epoch
         reserved = self._reserve(job, spec)
-        if reserved is None or not self._copy_out(job, reserved):
+        if reserved is None or not self._copy_out(job, reserved, epoch):
             self._link.abort(job.job_id)
             return Outcome.DROPPED
         return Outcome.DONE if self._link.ack(job.job_id) else Outcome.DROPPED
@@ -168,10 +168,10 @@ class KvpoolWorker(OffloadingWorker):
             raise ValueError(f"the agent answered {len(reserved.kinds)} of {len(spec.keys)} keys of job {job.job_id}")
         return reserved
 
-    def _copy_out(self, job: Job, reserved: wire.Reserved) -> bool:
+    def _copy_out(self, job: Job, reserved: wire.Reserved, epoch: int) -> bool:
+        """Copy into the slots; False when that was not done to the end. epoch: of the connection that was asked."""
         answers = zip(job.blocks, reserved.kinds, reserved.slots, reserved.generations, strict=True)
         wanted = [(block, slot, generation) for block, kind, slot, generation in answers if kind == wire.SLOT]
-        epoch = self._link.epoch
         for batch in _batches(wanted):
             with self._link.store_lock:
                 arena = self._link.arena
@@ -194,7 +194,7 @@ class KvpoolWorker(OffloadingWorker):
         spec = job.spec
         assert isinstance(spec, LoadSpec)
         for batch in _batches(list(zip(job.blocks, spec.placements, strict=True))):
-            with self._load_lock:
+            with self._link.load_lock:
                 arena = self._link.arena
                 if arena is None or job.cancelled.is_set():
                     return Outcome.FAILED

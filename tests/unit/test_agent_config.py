@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +29,20 @@ def test_defaults_are_those_of_the_design() -> None:
     assert (config.ram.capacity_bytes, config.ram.huge_page_bytes) == (64 << 30, 2 << 20)
     assert (config.ram.eviction_policy, config.valkey, config.log_level) == ("LRU", None, "INFO")
     assert str(config.socket_path) == "/run/kvpool/agent.sock"
+
+
+def test_node_is_named_by_file_then_environment_then_host(tmp_path: Path) -> None:
+    file = tmp_path / "agent.yaml"
+    file.write_text(GOOD)
+    assert load_config(file, {"KVPOOL_NODE": "other"}).node == "node-a"
+    file.write_text(GOOD.replace("node: node-a\n", ""))
+    assert load_config(file, {"KVPOOL_NODE": "node-b"}).node == "node-b"
+    assert load_config(file, {}).node == socket.gethostname()
+
+
+def test_kubernetes_authentication_with_its_namespaces_is_accepted() -> None:
+    config = parse_config(GOOD + "authentication: kubernetes\nallowed_namespaces_file: /etc/ns/allowed\n")
+    assert (config.authentication, config.allowed_namespaces_file) == ("kubernetes", "/etc/ns/allowed")
 
 
 def test_valkey_prefix_names_the_pool_unless_given() -> None:
@@ -56,7 +73,9 @@ def test_valkey_prefix_names_the_pool_unless_given() -> None:
         (("name: chat", "name: Chat"), "pool.name: 'Chat' is not a DNS label"),
         (("node: node-a", "lease_seconds: 0"), "lease_seconds: 0.0 is out of range"),
         (("node: node-a", "max_lease_fraction: 2"), "max_lease_fraction: 2.0 is out of range"),
-        (("node: node-a", "authentication: kubernetes"), "authentication: kubernetes comes with the operator"),
+        (("node: node-a", "authentication: kubernetes"), "allowed_namespaces_file: '' is no absolute path"),
+        (("node: node-a", "allowed_namespaces_file: /x"), "set authentication to kubernetes"),
+        (("node: node-a", "drain_seconds: -1"), "drain_seconds: -1.0 is out of range"),
         (("node: node-a", "valkey: {endpoint: x}"), "valkey.endpoint: unknown key"),
         (("node: node-a", "valkey: {endpoints: [x]}"), "valkey.endpoints"),
         (("node: node-a", "node: [}"), "is not YAML"),
@@ -82,7 +101,7 @@ def test_documents_that_are_no_mapping_are_refused(text: str) -> None:
 
 def test_missing_file_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        load_config(tmp_path_factory.mktemp("x") / "none.yaml")
+        load_config(tmp_path_factory.mktemp("x") / "none.yaml", {})
 
 
 @given(st.text(max_size=200))

@@ -156,7 +156,9 @@ def test_agent_waits_for_its_holder_and_says_so_once(tmp_path: Path) -> None:
     node = Node(tmp_path)
     try:
         agent = node.start_agent(wait=False)
-        assert node.get("/readyz") == (503, b"waiting for the holder\n")
+        status, body = node.get("/readyz")
+        assert status == 503
+        assert body.startswith(b"waiting for the holder: ")
         wait_for(lambda: agent.lines("waiting for the holder"), "the log line")
         node.start_holder()
         wait_for(node.is_ready, "readiness")
