@@ -64,15 +64,15 @@ class FakeKubernetes:
     def bookmark(self) -> None:
         """Send a bookmark of the newest version to every watcher."""
         line = _event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}})
-        self._call(lambda: [stream.put_nowait(line) for stream in self._streams])
+        self._call(self._tell, line)
 
     def send_raw(self, line: bytes) -> None:
         """Send a line to every watcher."""
-        self._call(lambda: [stream.put_nowait(line) for stream in self._streams])
+        self._call(self._tell, line)
 
     def end_watches(self) -> None:
         """End every stream, as a server does after `timeoutSeconds`."""
-        self._call(lambda: [stream.put_nowait(None) for stream in self._streams])
+        self._call(self._tell, None)
 
     @property
     def watching(self) -> int:
@@ -203,8 +203,11 @@ class FakeKubernetes:
         else:
             self._pods[key] = pod
         self._log.append((self._version, kind, pod))
+        self._tell(_event(kind, pod))
+
+    def _tell(self, line: bytes | None) -> None:
         for stream in self._streams:
-            stream.put_nowait(_event(kind, pod))
+            stream.put_nowait(line)
 
 
 def _event(kind: str, obj: Manifest) -> bytes:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,8 +69,7 @@ def kubernetes(server: FakeKubernetes) -> Iterator[FakeKubernetes]:
 def greet(node: Node, token: str, *, engine_id: str = "engine-a", role: str = "scheduler") -> Peer:
     """A connection that has said Hello with the token."""
     peer = Peer(node.socket_path)
-    template = hello(engine_id, role)
-    peer.send(wire.Hello(*[getattr(template, name) for name in template.__struct_fields__[:12]], token))
+    peer.send(msgspec.structs.replace(hello(engine_id, role), token=token))
     return peer
 
 
