@@ -67,8 +67,9 @@ def _connect() -> ApiClient:
     from kubernetes.config import load_incluster_config, load_kube_config
 
     configuration = Configuration()
-    if os.environ.get("KUBECONFIG"):
-        load_kube_config(client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
+    kubeconfig = os.environ.get("KUBECONFIG")
+    if kubeconfig:
+        load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
     else:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     configuration.retries = False  # the engine tries again by itself

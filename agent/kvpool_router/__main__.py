@@ -21,9 +21,10 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from starlette.types import ASGIApp
 
 from kvpool_core.errors import ConfigError
+from kvpool_core.listening import bind
 from kvpool_router.admin import build_admin
 from kvpool_router.config import RouterConfig, load_config, read_token
-from kvpool_router.discovery import StaticEndpoints
+from kvpool_router.discovery import ConfiguredMembers, MemberSource
 from kvpool_router.logs import fields, set_up_logging
 from kvpool_router.proxy import build_app
 from kvpool_router.router import Router
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.check:
             return 0
         sockets = bind(config.listen.host, config.listen.port), bind(config.admin.host, config.admin.port)
-        source = StaticEndpoints(config)
+        source = build_source(config)
     except ConfigError as error:
         print(f"kvpool_router: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -85,22 +86,20 @@ def check_token_files(config: RouterConfig) -> None:
     read_token(config.admin.token_file, "admin.token_file")
     for agent in config.agents:
         read_token(agent.token_file, "agents[].token_file")
+    if config.discovery is not None:
+        read_token(config.discovery.kubernetes.token_file, "discovery.kubernetes.token_file")
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening address; ConfigError when it cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another host or port") from error
-    return bound
+def build_source(config: RouterConfig) -> MemberSource:
+    """Where members come from; ConfigError when a file that the configuration names cannot be read."""
+    if config.discovery is None:
+        return ConfiguredMembers(config)
+    from kvpool_router.pod_watch import PodMembers
+
+    return PodMembers(config.pool, config.discovery.kubernetes)
 
 
-async def serve(config: RouterConfig, source: StaticEndpoints, public: socket.socket, admin: socket.socket) -> None:
+async def serve(config: RouterConfig, source: MemberSource, public: socket.socket, admin: socket.socket) -> None:
     """Serve both addresses until a signal, then finish what is in flight."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):

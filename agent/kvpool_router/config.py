@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from kvpool_core.errors import ConfigError
+from kvpool_router.addresses import join_address
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,7 +26,7 @@ class Listen(_Section, frozen=True, kw_only=True):
     """Where clients connect."""
 
     host: str = "127.0.0.1"
-    """Loopback: whoever wants clients from outside says so."""
+    """Loopback: whoever wants clients from outside says so. `*`: every address, IPv4 and IPv6."""
     port: int = 8080
     """0 takes a free one and logs it."""
 
@@ -34,7 +35,7 @@ class Admin(_Section, frozen=True, kw_only=True):
     """Where operators and probes connect."""
 
     host: str = "127.0.0.1"
-    """Loopback: whoever wants the API from outside says so."""
+    """Loopback: whoever wants the API from outside says so. `*`: every address, IPv4 and IPv6."""
     port: int = 8081
     """0 takes a free one and logs it."""
     token_file: str
@@ -61,6 +62,23 @@ class Agent(_Section, frozen=True, kw_only=True):
     """`http://host:port` of its admin API."""
     token_file: str
     """Holds the bearer token of its event stream; read anew for each subscription."""
+
+
+class KubernetesDiscovery(_Section, frozen=True, kw_only=True):
+    """Engines and agents are the pool's pods, found by their labels."""
+
+    namespaces_file: str
+    """Namespaces whose engines count, one a line, or `*`; read again when it changes."""
+    token_file: str
+    """Holds the bearer token of the agents' event streams; read anew for each subscription."""
+    agent_port: int = 8081
+    """Admin port of the agents."""
+
+
+class Discovery(_Section, frozen=True, kw_only=True):
+    """Where engines and agents are found, in place of `endpoints` and `agents`."""
+
+    kubernetes: KubernetesDiscovery
 
 
 class Scoring(_Section, frozen=True, kw_only=True):
@@ -126,7 +144,9 @@ class Timeouts(_Section, frozen=True, kw_only=True):
     connect_seconds: float = 2.0
     """To connect to an engine: nodes of one cluster answer in milliseconds."""
     idle_seconds: float = 600.0
-    """Between two pieces of an answer; an engine under load may take minutes to the first."""
+    """Between two pieces of a streamed answer; an engine under load may take minutes to the first."""
+    whole_answer_seconds: float = 3600.0
+    """Until an answer that is not streamed: the engine sends nothing before it is complete, and long ones take long."""
     probe_interval_seconds: float = 1.0
     """Between two probes of an endpoint's health."""
     probe_seconds: float = 1.0
@@ -153,7 +173,7 @@ class Tenancy(_Section, frozen=True, kw_only=True):
 
 
 class Pool(_Section, frozen=True, kw_only=True):
-    """The KVCachePool that this router serves; labels logs."""
+    """The KVCachePool that this router serves; labels logs, and names the pods to look for."""
 
     namespace: str = ""
     name: str = ""
@@ -165,10 +185,12 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     pool: Pool = msgspec.field(default_factory=Pool)
     listen: Listen = msgspec.field(default_factory=Listen)
     admin: Admin
-    endpoints: list[Endpoint]
-    """The engines."""
+    endpoints: list[Endpoint] | None = None
+    """The engines; exactly one of this and `discovery`."""
     agents: list[Agent] = []
     """The agents of their nodes; without any, requests go by load."""
+    discovery: Discovery | None = None
+    """Finds engines and agents by itself."""
     scoring: Scoring = msgspec.field(default_factory=Scoring)
     tokenization: Tokenization = msgspec.field(default_factory=Tokenization)
     index: Index = msgspec.field(default_factory=Index)
@@ -197,7 +219,9 @@ def parse_config(text: str) -> RouterConfig:
     except yaml.YAMLError as error:
         raise ConfigError(f"the configuration is not YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError("the configuration must be a YAML mapping with at least `admin` and `endpoints`")
+        raise ConfigError(
+            "the configuration must be a YAML mapping with at least `admin` and `endpoints` or `discovery`"
+        )
     try:
         config = msgspec.convert(raw, RouterConfig)
     except msgspec.ValidationError as error:
@@ -227,6 +251,8 @@ _SECTIONS: dict[str, type[_Section]] = {
     "admin": Admin,
     "endpoints": Endpoint,
     "agents": Agent,
+    "discovery": Discovery,
+    "discovery.kubernetes": KubernetesDiscovery,
     "scoring": Scoring,
     "tokenization": Tokenization,
     "index": Index,
@@ -243,12 +269,13 @@ def _keys_at(path: str) -> list[str]:
 def _check(config: RouterConfig) -> None:
     """What types cannot say: addresses, names that refer to each other, positive numbers."""
     _check_ports(config)
+    _check_discovery(config)
     names = [agent.name for agent in config.agents]
     _check_unique("agents[].name", names)
-    _check_unique("endpoints[].url", [_address(e.url, "endpoints[].url") for e in config.endpoints])
+    _check_unique("endpoints[].url", [_address(e.url, "endpoints[].url") for e in config.endpoints or ()])
     for agent in config.agents:
         _address(agent.url, "agents[].url")
-    for endpoint in config.endpoints:
+    for endpoint in config.endpoints or ():
         if endpoint.agent and endpoint.agent not in names:
             raise ConfigError(
                 f"endpoints[].agent of {endpoint.url}: no agent is named `{endpoint.agent}`; "
@@ -258,8 +285,26 @@ def _check(config: RouterConfig) -> None:
         _check_positive(name, getattr(config, name))
 
 
+def _check_discovery(config: RouterConfig) -> None:
+    """Members come from one place."""
+    if (config.endpoints is None) == (config.discovery is None):
+        raise ConfigError(
+            "give exactly one of `endpoints` and `discovery`: the engines are listed, or found by the router"
+        )
+    if config.discovery is None:
+        return
+    if config.agents:
+        raise ConfigError("`agents` is given besides `discovery`; remove it: agents are found with the engines")
+    for key in ("namespace", "name"):
+        if not getattr(config.pool, key):
+            raise ConfigError(f"pool.{key} is missing; with `discovery` it names the pods to look for")
+
+
 def _check_ports(config: RouterConfig) -> None:
-    for key, port in (("listen.port", config.listen.port), ("admin.port", config.admin.port)):
+    ports = [("listen.port", config.listen.port), ("admin.port", config.admin.port)]
+    if config.discovery is not None:
+        ports.append(("discovery.kubernetes.agent_port", config.discovery.kubernetes.agent_port))
+    for key, port in ports:
         if not 0 <= port <= 65535:
             raise ConfigError(f"{key} is {port}; use 1 to 65535, or 0 for a port that the system chooses")
 
@@ -285,8 +330,7 @@ def _address(url: str, key: str) -> str:
         raise ConfigError(f"{key} `{url}`: {error}; write http://host:port") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ConfigError(f"{key} `{url}` is not an address; write http://host:port")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{port}"
+    return join_address(parts.hostname, port or "")
 
 
 def endpoint_address(endpoint: Endpoint) -> str:

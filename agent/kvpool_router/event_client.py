@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -28,6 +27,7 @@ from kvpool_core.wire import (
     decode_stream_message,
 )
 from kvpool_router.config import Index, read_token
+from kvpool_router.discovery import AgentAddress
 from kvpool_router.fleet_index import AgentView, FleetIndex
 from kvpool_router.logs import fields
 from kvpool_router.metrics import RouterMetrics
@@ -43,15 +43,6 @@ REFUSED = "refused"
 
 _BLOCKS_PER_TURN = 4_096
 """Blocks applied before requests get a turn: a few milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentAddress:
-    """An agent's name, admin address and the file with its bearer token, read anew for every subscription."""
-
-    name: str
-    url: str
-    token_file: str
 
 
 class AgentSubscription:

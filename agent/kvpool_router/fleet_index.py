@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool_core.wire import EngineInfo, GroupLayout, TierBlocks
+from kvpool_router.addresses import canonical_address
 from kvpool_router.prefix_index import PrefixIndex
 
 GPU = "gpu"
@@ -195,6 +196,19 @@ class FleetIndex:
         self._agents = {name: AgentState(AgentView(index, self._domain_groups)) for name in agents}
         self._engines: dict[str, dict[int, EngineRef]] = {}
 
+    # --- the fleet's side ---------------------------------------------------------------------------------------
+
+    def add_agent(self, agent: str) -> None:
+        """An agent belongs to the fleet, nothing known of it yet; what was known of one that came back stays."""
+        self._agents.setdefault(agent, AgentState(AgentView(self.index, self._domain_groups)))
+
+    def remove_agent(self, agent: str) -> None:
+        """An agent is gone for good, and all that it told with it."""
+        state = self._agents.pop(agent, None)
+        if state is not None:
+            state.view.retire()
+            self._rebuild_engines()
+
     # --- the streams' side --------------------------------------------------------------------------------------
 
     def new_view(self, agent: str, boot_id: bytes) -> AgentView:
@@ -253,7 +267,7 @@ class FleetIndex:
         self._engines = {}
         for name, state in self._agents.items():
             for info in state.view.engines.values():
-                address = info.endpoint.removeprefix("http://").removeprefix("https://").rstrip("/")
+                address = canonical_address(info.endpoint)
                 self._engines.setdefault(address, {})[info.dp_rank] = EngineRef(name, info)
 
     # --- routing's side -----------------------------------------------------------------------------------------

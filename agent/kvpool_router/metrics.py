@@ -74,6 +74,11 @@ class RouterMetrics:
             ("agent",),
             registry=registry,
         )
+        self.pod_watches_failing = Gauge(
+            "kvpool_router_pod_watches_failing",
+            "Namespaces whose pods cannot be watched now; endpoints there are as last known",
+            registry=registry,
+        )
         self.index_entries = Gauge("kvpool_router_index_entries", "Blocks in the prefix index", registry=registry)
         self.index_evicted = Counter(
             "kvpool_router_index_evicted",

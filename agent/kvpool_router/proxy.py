@@ -186,7 +186,11 @@ class CompletionRoute:
             headers["X-data-parallel-rank"] = str(rank)
         url = _upstream_url(route.target.endpoint.spec.url, exchange.scope)
         body = exchange.plan.body.forwarded
-        return await open_upstream(self._parts.session, url, method="POST", headers=headers, body=body)
+        timeouts = self._parts.config.timeouts
+        silence = timeouts.idle_seconds if exchange.plan.body.streaming else timeouts.whole_answer_seconds
+        return await open_upstream(
+            self._parts.session, url, method="POST", headers=headers, body=body, silence_seconds=silence
+        )
 
     async def _relay(self, exchange: _Exchange, route: Route, answer: UpstreamAnswer) -> None:
         """Pass the answer through; BrokenAnswerError when the engine breaks it off."""

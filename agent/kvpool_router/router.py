@@ -6,6 +6,7 @@ Invariant: every task has a name and ends with `stop`; whatever one agent or end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -16,9 +17,9 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from kvpool_router.config import RouterConfig
-from kvpool_router.discovery import EndpointSource
+from kvpool_router.discovery import AgentAddress, Members, MemberSource
 from kvpool_router.endpoints import EndpointState, EndpointTable
-from kvpool_router.event_client import AgentAddress, AgentSubscription
+from kvpool_router.event_client import AgentSubscription
 from kvpool_router.fleet_index import FleetIndex
 from kvpool_router.health import HealthMonitor
 from kvpool_router.load import LoadBook
@@ -38,27 +39,33 @@ _TIDY_SECONDS = 0.01
 """Between two shards of a sweep: a whole round takes about 3 s."""
 _IDLE_SECONDS = 0.5
 _AFTER_BUG_SECONDS = 1.0
+START_SECONDS = 5.0
+"""An API server that answers does so sooner; while it is away, probes of the router itself must be answered."""
 
 
 class Router:
     """Owns all parts; `start` inside a running loop, `stop` before it ends."""
 
-    def __init__(self, config: RouterConfig, source: EndpointSource, *, registry: CollectorRegistry) -> None:
+    def __init__(self, config: RouterConfig, source: MemberSource, *, registry: CollectorRegistry) -> None:
         self.config = config
         self.metrics = RouterMetrics(registry)
         self.table = EndpointTable(config.timeouts.probe_failures)
-        self.fleet = FleetIndex(PrefixIndex(config.index.max_entries), [agent.name for agent in config.agents])
+        self.fleet = FleetIndex(PrefixIndex(config.index.max_entries), [])
         self.speculative = SpeculativeBlocks(config.index.speculative_seconds)
         self.book = LoadBook(config.scoring.recent_half_life_seconds)
         self.draining = False
         self._source = source
         self._jitter = random.Random()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._agents: dict[str, AgentAddress] = {}
         self._evicted_seen = 0
-        self._endpoints_known = asyncio.Event()
+        self._members_known = asyncio.Event()
 
     async def start(self) -> None:
-        """Open the connection pool, learn the endpoints, probe each once, subscribe to the agents."""
+        """Open the connection pool, learn who there is and subscribe to the agents, probe each endpoint once.
+
+        Who there is may take longer to learn than START_SECONDS: the router then starts without anybody.
+        """
         timeouts = self.config.timeouts
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
@@ -80,11 +87,10 @@ class Router:
             tokens=TokenSource(self.session, self.config.tokenization),
             speculative=self.speculative,
         )
-        self._spawn("endpoints", self._follow_endpoints)
-        await self._endpoints_known.wait()
+        self._spawn("members", self._follow_members)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._members_known.wait(), START_SECONDS)
         await asyncio.gather(*(self.health.probe(endpoint) for endpoint in self.table.all()))
-        for agent in self.config.agents:
-            self._spawn(f"agent {agent.name}", self._subscription(agent.name, agent.url, agent.token_file).run)
         self._spawn("index-upkeep", self._keep_index)
 
     async def stop(self) -> None:
@@ -132,9 +138,9 @@ class Router:
     def _spawn(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         self._tasks[name] = asyncio.create_task(_again_and_again(name, work), name=name)
 
-    def _subscription(self, name: str, url: str, token_file: str) -> AgentSubscription:
+    def _subscription(self, address: AgentAddress) -> AgentSubscription:
         return AgentSubscription(
-            AgentAddress(name, url, token_file),
+            address,
             session=self.session,
             fleet=self.fleet,
             settings=self.config.index,
@@ -142,15 +148,38 @@ class Router:
             jitter=self._jitter,
         )
 
-    async def _follow_endpoints(self) -> None:
-        async for specs in self._source.watch():
-            new, gone = self.table.replace(specs)
+    async def _follow_members(self) -> None:
+        async for members in self._source.watch(self.metrics):
+            self._take_agents(members)
+            new, gone = self.table.replace(members.endpoints)
             for endpoint in gone:
                 self._drop(endpoint)
             for endpoint in new:
                 self._spawn(f"endpoint {endpoint.address}", partial(self.health.watch, endpoint))
-            self._endpoints_known.set()
-            log.info("endpoints changed", extra=fields(new=len(new), gone=len(gone)))
+            self._members_known.set()
+            log.info("members changed", extra=fields(new=len(new), gone=len(gone), agents=len(members.agents)))
+
+    def _take_agents(self, members: Members) -> None:
+        """Subscribe to those that are new or moved; one that moved keeps what is known of it until it is in step again."""
+        wanted = {agent.name: agent for agent in members.agents}
+        for name, agent in list(self._agents.items()):
+            if wanted.get(name) != agent:
+                self._unsubscribe(name, moved=name in wanted)
+        for name, agent in wanted.items():
+            if name not in self._agents:
+                self._agents[name] = agent
+                self.fleet.add_agent(name)
+                self._spawn(f"agent {name}", self._subscription(agent).run)
+
+    def _unsubscribe(self, name: str, *, moved: bool) -> None:
+        del self._agents[name]
+        self._tasks.pop(f"agent {name}").cancel()
+        if moved:
+            self.fleet.lost(name, now=time.monotonic())
+            return
+        self.fleet.remove_agent(name)
+        for metric in (self.metrics.agent_in_step, self.metrics.resyncs):
+            metric.remove_by_labels({"agent": name})
 
     def _drop(self, endpoint: EndpointState) -> None:
         task = self._tasks.pop(f"endpoint {endpoint.address}", None)

@@ -86,12 +86,24 @@ def forwarded_headers(headers: Headers, *, dropped: Iterable[bytes]) -> CIMultiD
 
 
 async def open_upstream(
-    session: aiohttp.ClientSession, url: URL, *, method: str, headers: CIMultiDict[str], body: bytes
+    session: aiohttp.ClientSession,
+    url: URL,
+    *,
+    method: str,
+    headers: CIMultiDict[str],
+    body: bytes,
+    silence_seconds: float,
 ) -> UpstreamAnswer:
-    """Send the request and wait for the first piece of the answer's body; UpstreamError when there is none."""
+    """Send the request and wait for the first piece of the answer's body; UpstreamError when there is none.
+
+    silence_seconds: longest wait for each piece, the first one too.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=session.timeout.sock_connect, sock_read=silence_seconds)
     try:
         data = sendable(body)
-        response = await session.request(method, url, headers=headers, data=data, allow_redirects=False)
+        response = await session.request(
+            method, url, headers=headers, data=data, allow_redirects=False, timeout=timeout
+        )
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise _translated(error) from error
     try:

@@ -26,6 +26,8 @@ class FakeKubernetes:
         self.down = False
         self.refuse_with = 0
         """Status of every answer while not 0."""
+        self.forbidden: set[str] = set()
+        """Namespaces of which nothing is told."""
         self.reviews: list[Manifest] = []
         self.review_status: Callable[[Manifest], Manifest] = lambda _spec: {"authenticated": False}
         self.lists = 0
@@ -107,7 +109,7 @@ class FakeKubernetes:
         app.router.add_post("/apis/authentication.k8s.io/v1/tokenreviews", self._review)
         app.router.add_get("/api/v1/pods", self._serve_pods)
         app.router.add_get("/api/v1/namespaces/{namespace}/pods", self._serve_pods)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
         await site.start()
@@ -134,8 +136,9 @@ class FakeKubernetes:
         if self.down and request.transport is not None:
             request.transport.abort()
             return web.Response(status=500)
-        if self.refuse_with:
-            return web.json_response({"kind": "Status", "code": self.refuse_with}, status=self.refuse_with)
+        status = 403 if request.match_info.get("namespace") in self.forbidden else self.refuse_with
+        if status:
+            return web.json_response({"kind": "Status", "code": status}, status=status)
         return None
 
     async def _review(self, request: web.Request) -> web.Response:

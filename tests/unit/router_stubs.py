@@ -35,7 +35,7 @@ from kvpool_core.wire import (
 )
 from kvpool_router.admin import build_admin
 from kvpool_router.config import RouterConfig, parse_config
-from kvpool_router.discovery import StaticEndpoints
+from kvpool_router.discovery import ConfiguredMembers
 from kvpool_router.proxy import build_app
 from kvpool_router.route_header import parse_route
 from kvpool_router.router import Router
@@ -387,7 +387,7 @@ async def running_fleet(
 
 def _settings(
     folder: Path, engines: list[StubEngine], agents: list[StubAgent], changed: dict[str, Any]
-) -> tuple[RouterConfig, StaticEndpoints]:
+) -> tuple[RouterConfig, ConfiguredMembers]:
     (folder / "agent-token").write_text(TOKEN)
     (folder / "admin-token").write_text(ADMIN_TOKEN)
     document: dict[str, Any] = {
@@ -401,7 +401,7 @@ def _settings(
     for section, values in {**FAST, **changed}.items():
         document[section] = {**FAST.get(section, {}), **values} if isinstance(values, dict) else values
     config = parse_config(json.dumps(document))
-    return config, StaticEndpoints(config)
+    return config, ConfiguredMembers(config)
 
 
 @asynccontextmanager

@@ -22,13 +22,22 @@ endpoints:
 agents:
 - {name: a, url: "http://127.0.0.1:9001", token_file: /t}
 """
+FOUND = "discovery: {kubernetes: {namespaces_file: /n, token_file: /a}}\n"
+DISCOVERING = "pool: {namespace: inference, name: chat}\nadmin: {token_file: /t}\n" + FOUND
 MINIMAL = "admin: {token_file: /t}\nendpoints: []\n"
 
 
 def test_whole_file_is_understood() -> None:
     config = parse_config(WHOLE)
-    assert [endpoint_address(endpoint) for endpoint in config.endpoints] == ["127.0.0.1:8001", "[::1]:8002"]
-    assert config.agents[0].name == config.endpoints[0].agent == "a"
+    assert [endpoint_address(endpoint) for endpoint in config.endpoints or ()] == ["127.0.0.1:8001", "[::1]:8002"]
+    assert [agent.name for agent in config.agents] == ["a"]
+
+
+def test_discovery_takes_the_place_of_endpoints_and_agents() -> None:
+    config = parse_config(DISCOVERING)
+    assert config.endpoints is None
+    assert config.discovery is not None
+    assert config.discovery.kubernetes.agent_port == 8081
 
 
 def test_defaults_make_a_working_router() -> None:
@@ -40,7 +49,17 @@ def test_defaults_make_a_working_router() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "`admin` and `endpoints`"),
+        ("", "`admin` and `endpoints` or `discovery`"),
+        ("admin: {token_file: /t}", "exactly one of `endpoints` and `discovery`"),
+        (MINIMAL + FOUND, "exactly one of `endpoints` and `discovery`"),
+        ("admin: {token_file: /t}\n" + FOUND, "pool.namespace is missing"),
+        (
+            DISCOVERING + "agents: [{name: a, url: 'http://a:1', token_file: /t}]",
+            "`agents` is given besides `discovery`",
+        ),
+        (DISCOVERING.replace("token_file: /a", "token_file: /a, agent_port: 70000"), "agent_port is 70000"),
+        (DISCOVERING.replace("token_file: /a", "token: /a"), "unknown key `discovery.kubernetes.token`"),
+        (DISCOVERING.replace("token_file: /a", "token: /a"), "namespaces_file"),
         ("- 1", "mapping"),
         ("a: [", "not YAML"),
         ("endpoints: []", "`admin`"),

@@ -10,27 +10,32 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvpool_router.config import parse_config
-from kvpool_router.discovery import EndpointSpec
+from kvpool_router.discovery import AgentAddress, EndpointSpec, Members
+from kvpool_router.metrics import RouterMetrics
 from kvpool_router.request_body import parse_body
 from kvpool_router.router import Router
-from tests.unit.router_stubs import StubEngine, until
+from tests.unit.router_stubs import TOKEN, StubAgent, StubEngine, until
 
 
 class Changing:
     """A source whose sets the test puts in."""
 
     def __init__(self) -> None:
-        self.sets: asyncio.Queue[Sequence[EndpointSpec]] = asyncio.Queue()
+        self.sets: asyncio.Queue[Members] = asyncio.Queue()
         self.failures = 0
 
-    async def watch(self) -> AsyncIterator[Sequence[EndpointSpec]]:
+    def put(self, endpoints: Sequence[EndpointSpec], agents: Sequence[AgentAddress] = ()) -> None:
+        """The fleet is this from now on."""
+        self.sets.put_nowait(Members(tuple(endpoints), tuple(agents)))
+
+    async def watch(self, metrics: RouterMetrics) -> AsyncIterator[Members]:  # noqa: ARG002
         """Yield what was put in; fail where nothing but an empty name was."""
         while True:
-            specs = await self.sets.get()
-            if any(not spec.address for spec in specs):
+            members = await self.sets.get()
+            if any(not spec.address for spec in members.endpoints):
                 self.failures += 1
                 raise RuntimeError("a bug in the source")
-            yield specs
+            yield members
 
 
 def _spec(engine: StubEngine) -> EndpointSpec:
@@ -48,7 +53,7 @@ async def _routed(router: Router) -> str | None:
 @asynccontextmanager
 async def _running(folder: Path, first: Sequence[EndpointSpec]) -> AsyncIterator[tuple[Router, Changing]]:
     source = Changing()
-    source.sets.put_nowait(first)
+    source.put(first)
     config = parse_config(f"admin: {{token_file: {folder}/t}}\nendpoints: []\n")
     router = Router(config, source, registry=CollectorRegistry())
     await router.start()
@@ -70,6 +75,18 @@ async def _engines(count: int) -> AsyncIterator[list[StubEngine]]:
             await engine.stop()
 
 
+@asynccontextmanager
+async def _agents(count: int) -> AsyncIterator[list[StubAgent]]:
+    agents = [StubAgent() for _ in range(count)]
+    for agent in agents:
+        await agent.start()
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            await agent.stop()
+
+
 def _ready(router: Router) -> list[str]:
     return [endpoint.address for endpoint in router.table.all() if endpoint.up]
 
@@ -78,15 +95,35 @@ def test_endpoints_come_and_go(tmp_path: Path) -> None:
     async def run() -> None:
         async with _engines(2) as (first, second), _running(tmp_path, [_spec(first)]) as (router, source):
             assert await _routed(router) == first.address
-            source.sets.put_nowait([_spec(second)])
+            source.put([_spec(second)])
             await until(lambda: _ready(router) == [second.address])
             assert await _routed(router) == second.address
             router.refresh_gauges()
             gone = {"endpoint": first.address}
             assert router.metrics.registry.get_sample_value("kvpool_router_endpoint_up", gone) is None
-            source.sets.put_nowait([])
+            source.put([])
             await until(lambda: not router.table.all())
             assert await _routed(router) is None
+
+    asyncio.run(run())
+
+
+def test_agents_come_move_and_go(tmp_path: Path) -> None:
+    async def run() -> None:
+        (tmp_path / "t").write_text(TOKEN)
+        async with _agents(2) as (first, second), _running(tmp_path, []) as (router, source):
+            second.boot_id = b"boot-2"
+            address = {agent: f"http://127.0.0.1:{agent.port}" for agent in (first, second)}
+            source.put([], [AgentAddress("node-a", address[first], str(tmp_path / "t"))])
+            await until(router.fleet.in_step)
+            boot_id = router.fleet.agent_states()["node-a"].boot_id
+            source.put([], [AgentAddress("node-a", address[second], str(tmp_path / "t"))])
+            await until(lambda: router.fleet.agent_states()["node-a"].boot_id != boot_id)
+            assert router.fleet.in_step()
+            source.put([])
+            await until(lambda: not router.fleet.agent_states())
+            in_step = {"agent": "node-a"}
+            assert router.metrics.registry.get_sample_value("kvpool_router_agent_in_step", in_step) is None
 
     asyncio.run(run())
 
@@ -94,8 +131,8 @@ def test_endpoints_come_and_go(tmp_path: Path) -> None:
 def test_bug_in_a_task_does_not_end_it(tmp_path: Path) -> None:
     async def run() -> None:
         async with _engines(1) as (engine,), _running(tmp_path, []) as (router, source):
-            source.sets.put_nowait([EndpointSpec("", "", "")])
-            source.sets.put_nowait([_spec(engine)])
+            source.put([EndpointSpec("", "", "")])
+            source.put([_spec(engine)])
             await until(lambda: _ready(router) == [engine.address])
             assert source.failures == 1
 

@@ -16,7 +16,8 @@ from kvpool_core import wire
 from kvpool_core.block_hash import block_hashes, short_hash
 from kvpool_core.slot_table import CHECKSUM_VALID
 from kvpool_router.config import Index
-from kvpool_router.event_client import AgentAddress, AgentSubscription
+from kvpool_router.discovery import AgentAddress
+from kvpool_router.event_client import AgentSubscription
 from kvpool_router.fleet_index import GPU, RAM, FleetIndex
 from kvpool_router.metrics import RouterMetrics
 from kvpool_router.prefix_index import PrefixIndex, TargetMask, TierBlockCount, count_tiers, runs
