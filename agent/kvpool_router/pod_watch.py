@@ -39,7 +39,8 @@ WATCH_SECONDS = 120
 WATCH_GRACE_SECONDS = 15.0
 LINE_MAX_BYTES = 16 << 20
 BACKOFF_FIRST_SECONDS = 0.5
-BACKOFF_CAP_SECONDS = 15.0
+BACKOFF_CAP_SECONDS = 5.0
+"""An API server that restarts is followed again at most this much later."""
 REPEAT_SECONDS = 0.2
 """Between two watches: a server that ends each at once must not be asked in a tight loop."""
 NAMESPACES_PERIOD_SECONDS = 1.0

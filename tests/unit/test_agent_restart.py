@@ -134,6 +134,7 @@ def test_replaced_holder_gets_the_arena_from_the_living_agent_and_gives_it_to_th
     wait_for(lambda: second.lines("waiting for the lock"), "the second agent waits for the first to end")
     assert node.get("/readyz")[0] == 503
     assert first.stop() == 0
+    assert first.lines("drained")
     engine.close()
     wait_for(node.is_ready, "the second agent's readiness")
     again = Engine(node)

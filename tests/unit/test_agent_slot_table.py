@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import struct
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from kvpool_core.slot_table import (
     CHECKSUM_VALID,
     FREE,
     HEADER_BYTES,
+    LAYOUT_VERSION,
     QUARANTINED,
     READY,
     RECORD_BYTES,
@@ -57,6 +59,28 @@ def test_records_read_back_as_written_and_do_not_touch_each_other(records: list[
     assert [read_state(table, index) for index in range(len(records))] == [
         (record.generation, record.state) for record in records
     ]
+
+
+def test_header_of_another_layout_or_a_short_table_is_refused() -> None:
+    table = memoryview(bytearray(table_bytes(5)))
+    pack_header(table, TableHeader(ARENA_ID, b"b" * 16, 5, CAPACITY))
+    assert unpack_header(table) == TableHeader(ARENA_ID, b"b" * 16, 5, CAPACITY)
+    assert unpack_header(table[: HEADER_BYTES - 1]) is None
+    assert unpack_header(table[:HEADER_BYTES]) is None
+    struct.pack_into("<I", table, 8, LAYOUT_VERSION + 1)
+    assert unpack_header(table) is None
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(SlotRecord)])
+def test_changing_one_field_changes_nothing_else(field: str) -> None:
+    table = memoryview(bytearray(table_bytes(2)))
+    before = SlotRecord(1, 2, 3, 4, 5, 6, 7, 8, 9, READY, 1, b"d" * 16, b"h" * 32, b"p" * 32)
+    value = getattr(before, field)
+    changed = replace(before, **{field: value + 1 if isinstance(value, int) else bytes(len(value))})  # type: ignore[arg-type]
+    pack_record(table, 1, before)
+    pack_record(table, 1, changed)
+    assert unpack_record(table, 1) == changed
+    assert not any(table[HEADER_BYTES : HEADER_BYTES + RECORD_BYTES])
 
 
 @given(_records, _u64, _u64, _u64, _u64, _byte, _byte)

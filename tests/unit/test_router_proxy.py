@@ -180,6 +180,20 @@ def test_client_that_leaves_during_the_answer_cancels_the_engines_work(tmp_path:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("stream", "status"), [(True, 504), (False, 200)])
+def test_answer_that_is_not_streamed_may_take_longer_to_begin(tmp_path: Path, stream: bool, status: int) -> None:
+    async def run() -> None:
+        timeouts = {"idle_seconds": 0.3, "whole_answer_seconds": 30}
+        async with running_fleet(tmp_path, engines=1, settings={"timeouts": timeouts}) as fleet:
+            fleet.engines[0].gate.clear()
+            asked = asyncio.create_task(fleet.ask(prompt=LONG, stream=stream))
+            await asyncio.sleep(0.6)  # twice as long as a stream may be silent
+            fleet.engines[0].gate.set()
+            assert (await asked).status == status
+
+    asyncio.run(run())
+
+
 def test_nothing_ready_is_503_with_retry_after(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, settings=SLOW_PROBES) as fleet:

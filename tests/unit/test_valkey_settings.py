@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from valkey.exceptions import AuthenticationError
 
+from kvpool_agent.valkey_connection import CredentialFiles
 from kvpool_agent.valkey_settings import ValkeySettings, parse_endpoint
 from kvpool_core.errors import ConfigError
 
@@ -37,6 +40,7 @@ def test_defaults_are_valid() -> None:
         ("key_prefix", "a b"),
         ("key_prefix", "a\x00b"),
         ("username", "user"),
+        ("username_file", "/etc/valkey/username"),
         ("ttl_seconds", 59),
         ("connect_timeout_seconds", 0.0),
         ("base_timeout_seconds", 61.0),
@@ -81,3 +85,24 @@ def test_unknown_topology_is_refused(topology: str) -> None:
 def test_endpoint_is_split() -> None:
     assert parse_endpoint("cache.ns.svc:6379") == ("cache.ns.svc", 6379)
     assert parse_endpoint("[fe80::1]:7000") == ("fe80::1", 7000)
+
+
+def test_username_is_given_in_one_way() -> None:
+    with pytest.raises(ConfigError, match=r"^valkey\.username_file is set besides valkey\.username; keep one of them"):
+        settings(username="a", username_file="/u", password_file="/p").validate()
+
+
+@pytest.mark.parametrize(
+    ("username", "credentials"), [("kvpool\n", ("kvpool", "secret")), ("", ("secret",)), (None, ("secret",))]
+)
+def test_credentials_are_read_from_files_and_no_username_is_the_default_user(
+    tmp_path: Path, username: str | None, credentials: tuple[str, ...]
+) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    if username is not None:
+        (tmp_path / "username").write_text(username)
+    provider = CredentialFiles(tmp_path / "password", username=None, username_file=tmp_path / "username")
+    assert provider.get_credentials() == credentials
+    (tmp_path / "password").unlink()
+    with pytest.raises(AuthenticationError, match="password file"):
+        provider.get_credentials()
