@@ -1,0 +1,1 @@
+"""The managed Valkey: its configuration, and the forming and healing of its cluster."""
