@@ -11,7 +11,7 @@ from kvpool_core.errors import ConfigError
 PORT = 6379
 BUS_PORT = 16379
 CONFIG_FOLDER = "/etc/kvpool-valkey"
-SECRET_FOLDER = "/etc/kvpool-valkey-secret"  # noqa: S105 (a folder)
+SECRET_FOLDER = "/etc/kvpool-valkey-secret"
 DATA_FOLDER = "/data"
 
 MIN_LIMIT_BYTES = 64 * 1024**2
