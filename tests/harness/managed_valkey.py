@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from valkey.exceptions import ValkeyError
 
 from kvpool_operator.valkey.acl import AGENT, replication_conf, users_acl
 from kvpool_operator.valkey.config import valkey_conf
-from kvpool_operator.valkey.heal import HealResult, step
-from kvpool_operator.valkey.topology import Pod
+from kvpool_operator.valkey.heal import HealResult, Pod, step
+from kvpool_operator.valkey.members import PATIENCE_SECONDS
 from tests.harness.valkey_cluster import clean_killed_run, default_binary, free_ports, start_time
 
 MIB = 1024**2
@@ -137,6 +138,7 @@ class ManagedValkey:
             "cluster-port": str(self.bus_port),
             "cluster-announce-ip": running.pod.host,
             "cluster-node-timeout": str(self._node_timeout_ms),
+            "cluster-blacklist-ttl": "1",
             "dir": str(running.folder),
             "logfile": str(running.folder / "log"),
         }
@@ -149,24 +151,49 @@ class ManagedValkey:
         )
         self._record()
 
-    def pid(self, ordinal: int) -> int:
-        """Process id of a pod's server."""
+    def pause(self, ordinal: int) -> None:
+        """SIGSTOP: the kernel still accepts connections, nothing answers."""
+        self._process(ordinal).send_signal(signal.SIGSTOP)
+
+    def resume(self, ordinal: int) -> None:
+        """SIGCONT."""
+        self._process(ordinal).send_signal(signal.SIGCONT)
+
+    def _process(self, ordinal: int) -> subprocess.Popen[bytes]:
         process = self._running[ordinal].process
         assert process is not None
-        return process.pid
+        return process
 
     # ---------------------------------------------------------------------------------------------------- as clients
 
-    def heal(self, shards: int, *, password: str = OPERATOR_PASSWORD, timeout_seconds: float = 2.0) -> HealResult:
+    def heal(
+        self,
+        shards: int,
+        *,
+        password: str = OPERATOR_PASSWORD,
+        timeout_seconds: float = 2.0,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> HealResult:
         """One step of the operator."""
-        return step(self.pods(), shards=shards, password=password, timeout_seconds=timeout_seconds)
+        return step(
+            self.pods(),
+            shards=shards,
+            password=password,
+            timeout_seconds=timeout_seconds,
+            patience_seconds=patience_seconds,
+        )
 
     def heal_until_settled(self, shards: int, *, seconds: float = 30.0) -> list[HealResult]:
         """Steps until nothing is left to do or to wait for; the StatefulSet follows."""
         return self.heal_until(lambda result: not result.waiting, shards, seconds=seconds)
 
     def heal_until(
-        self, condition: Callable[[HealResult], bool], shards: int, *, seconds: float = 30.0
+        self,
+        condition: Callable[[HealResult], bool],
+        shards: int,
+        *,
+        seconds: float = 30.0,
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> list[HealResult]:
         """Steps until `condition`; the StatefulSet follows."""
         give_up_at = time.monotonic() + seconds
@@ -175,7 +202,7 @@ class ManagedValkey:
             assert time.monotonic() < give_up_at, f"not within {seconds} s; the last steps: {results[-3:]}"
             if results:
                 time.sleep(0.1)
-            results.append(self.heal(shards))
+            results.append(self.heal(shards, patience_seconds=patience_seconds))
             self.scale(results[-1].replicas)
         return results
 

@@ -177,7 +177,9 @@ class ManagedCluster(RuleBasedStateMachine):
         claims = {ordinal: self.bus.running[pod.host].slots for ordinal, pod in self.pods.items()}
         assert sorted(claims) == list(range(self.shards))
         assert sum(slots.bit_count() for slots in claims.values()) == ALL.bit_count()
-        assert [claims[i].bit_count() for i in range(self.shards)] == [quota(i, self.shards) for i in range(self.shards)]
+        assert [claims[i].bit_count() for i in range(self.shards)] == [
+            quota(i, self.shards) for i in range(self.shards)
+        ]
         ids = {node.node_id for node in self.bus.running.values()}
         assert all(set(node.peers) <= ids for node in self.bus.running.values())
         for _ in range(3):
@@ -187,5 +189,5 @@ class ManagedCluster(RuleBasedStateMachine):
 
 TestManagedCluster = ManagedCluster.TestCase
 TestManagedCluster.settings = settings(
-    max_examples=int(__import__('os').environ.get('N','25')), stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )

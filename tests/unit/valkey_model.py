@@ -1,8 +1,9 @@
 """A small model of Valkey's cluster bus, as far as forming and healing depend on it.
 
 Owns nodes, what each believes, and the passing of time. Invariant: a node's belief gives a slot to at most one node. Rules are
-those of 9.1: the greater config epoch wins a slot, equal epochs are told apart by the greater id, a forgotten node comes back by
-MEET only, an unknown sender is ignored, a command either has its effect or is refused.
+those of 9.1: the greater config epoch wins a slot, equal epochs are told apart by the greater id, a forgotten node comes back
+by MEET only, and whoever forgot it has the others forget it too for a while, an unknown sender is ignored, a command has its
+effect or is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from kvpool_operator.valkey.commands import Arguments, Command, Pod
 from kvpool_operator.valkey.members import SeenPod, Waiting
 from kvpool_operator.valkey.slots import mask_of, ranges_of
 from kvpool_operator.valkey.view import Migration, NodeView, Peer
+
+BAN_SECONDS = 60
+"""Valkey's default; ours is shorter."""
 
 _numbers = itertools.count(1)
 
@@ -112,15 +116,12 @@ class Bus:
         for arguments in command.wire():
             self._run(node, arguments)
 
-    def _run(self, node: Node, arguments: Arguments) -> None:  # noqa: C901, PLR0912 (one branch a command)
+    def _run(self, node: Node, arguments: Arguments) -> None:  # noqa: C901 (one branch a command)
         match arguments:
             case ("CLUSTER", "FORGET", str(node_id)):
                 if node.primary == node_id:
                     raise RefusedError("can't forget my master")
-                if node.peers.pop(node_id, None) is not None:
-                    node.owner.pop(node_id, None)
-                    node.heard.pop(node_id, None)
-                    node.banned[node_id] = self.now_seconds + 60
+                self._forget(node, node_id, self.now_seconds + BAN_SECONDS)
             case ("CLUSTER", "MEET", str(host), int(), int()):
                 self._meetings.append((node, host))
             case ("CLUSTER", "RESET", "HARD"):
@@ -144,6 +145,12 @@ class Bus:
                 self._migrate(node, list(rest))
             case _:
                 raise AssertionError(arguments)
+
+    def _forget(self, node: Node, node_id: str, until_seconds: int) -> None:
+        if node.peers.pop(node_id, None) is not None:
+            node.owner.pop(node_id, None)
+            node.heard.pop(node_id, None)
+            node.banned[node_id] = until_seconds
 
     def _migrate(self, node: Node, rest: list[str | int]) -> None:
         if node.pending:
@@ -200,6 +207,9 @@ class Bus:
         receiver.peers[sender.node_id] = Peer(
             sender.node_id, sender.host, 6379, sender.epoch, 0, self.now_seconds * 1000
         )
+        for node_id, until_seconds in list(sender.banned.items()):
+            if receiver.primary != node_id:
+                self._forget(receiver, node_id, until_seconds)
         self._hear_claims(sender, receiver)
         for peer in list(sender.peers.values()):
             is_new = peer.node_id not in receiver.peers and peer.node_id != receiver.node_id

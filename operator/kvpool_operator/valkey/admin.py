@@ -1,29 +1,30 @@
-"""Talking to one node of the managed Valkey, in one round trip.
+"""Looking at and commanding one pod of the managed Valkey, each in one round trip.
 
-Owns the connection and the translation of valkey-py's errors. Invariant: no call blocks longer than a connect and a few reads
-of `timeout_seconds` each, and a node that does not answer is a value (`SeenPod.problem`).
+Invariant: a node that does not answer, or not as expected, is a value (`SeenPod.problem`), never an exception of `look`.
 """
 
-# valkey-py is typed in parts only:
-# mypy: allow-untyped-calls
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import cast
 
-import valkey
-from valkey.exceptions import AuthenticationError, NoPermissionError, ResponseError, ValkeyError
+from valkey.exceptions import ResponseError
 
-from kvpool_core.errors import KVPoolError
-from kvpool_operator.valkey.acl import OPERATOR
-from kvpool_operator.valkey.commands import Arguments, Command, Pod
+from kvpool_operator.valkey.commands import Command, Pod
 from kvpool_operator.valkey.members import SeenPod, Waiting
 from kvpool_operator.valkey.view import NodeView, ValkeyReplyError, parse_view
+from kvpool_operator.valkey.wire import (
+    Access,
+    Arguments,
+    Reply,
+    ValkeyRefusedError,
+    ValkeyUnauthenticatedError,
+    ValkeyUnreachableError,
+    Wire,
+)
 
 UNREACHABLE, UNAUTHENTICATED, REFUSED = "ShardUnreachable", "ValkeyUnauthenticated", "ShardRefuses"
-HARMLESS = ("unknown node", "handshake already in progress")
+HARMLESS = ("unknown node",)
 """Parts of error replies that say: this is done already."""
 _LOOK: tuple[Arguments, ...] = (
     ("CLUSTER", "NODES"),
@@ -33,29 +34,6 @@ _LOOK: tuple[Arguments, ...] = (
     ("TIME",),
 )
 
-Reply = bytes | int | list["Reply"] | None
-
-
-class ValkeyUnreachableError(KVPoolError):
-    """A node cannot be connected to, or stopped answering."""
-
-
-class ValkeyUnauthenticatedError(KVPoolError):
-    """A node refuses the password, or the user may not do what is needed."""
-
-
-class ValkeyRefusedError(KVPoolError):
-    """A node answered a command with an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How to log in, and how long to wait."""
-
-    password: str
-    timeout_seconds: float = 2.0
-    username: str = OPERATOR
-
 
 def look(pod: Pod, access: Access) -> SeenPod:
     """What a pod's node says; never raises."""
@@ -64,21 +42,23 @@ def look(pod: Pod, access: Access) -> SeenPod:
     try:
         return SeenPod(pod, fetch_view(pod, access))
     except ValkeyUnauthenticatedError as error:
-        return SeenPod(pod, None, Waiting(UNAUTHENTICATED, str(error)))
+        remedy = "delete the pod: it starts with the pool's present Secret"
+        return SeenPod(pod, None, Waiting(UNAUTHENTICATED, f"{error}; {remedy}"))
     except ValkeyUnreachableError as error:
         return SeenPod(pod, None, Waiting(UNREACHABLE, str(error)))
     except (ValkeyRefusedError, ValkeyReplyError) as error:
-        return SeenPod(pod, None, Waiting(REFUSED, str(error)))
+        return SeenPod(pod, None, Waiting(REFUSED, f"{error}; the managed Valkey's image must be Valkey 9.0 or later"))
 
 
 def fetch_view(pod: Pod, access: Access) -> NodeView:
-    """What a pod's node says; raises the errors above and ValkeyReplyError."""
-    replies = _exchange(pod, access, _LOOK)
-    for reply in replies:
-        if isinstance(reply, ResponseError):
-            raise _translated(reply, pod)
-    nodes, cluster_info, info, migrations, clock = cast(Sequence[Reply], replies)
+    """What a pod's node says; raises the errors of `wire` and ValkeyReplyError."""
+    with Wire(pod.host, pod.port, access, name=pod.name) as wire:
+        replies = wire.exchange(_LOOK)
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise wire.translated(reply)
     try:
+        nodes, cluster_info, info, migrations, clock = replies
         seconds, microseconds = (int(part) for part in cast(list[bytes], clock))
         return parse_view(
             nodes=cast(bytes, nodes).decode(),
@@ -92,58 +72,11 @@ def fetch_view(pod: Pod, access: Access) -> NodeView:
 
 
 def execute(command: Command, access: Access) -> None:
-    """Have a pod's node carry out a command; raises the errors above."""
-    for reply in _exchange(command.pod, access, command.wire()):
-        if isinstance(reply, ResponseError) and not any(text in str(reply).lower() for text in HARMLESS):
-            raise _translated(reply, command.pod)
-
-
-def _exchange(pod: Pod, access: Access, commands: Sequence[Arguments]) -> list[Reply | ResponseError]:
-    with _connected(pod, access) as connection:
-        connection.send_packed_command(connection.pack_commands(commands))
-        return [_read(connection) for _ in commands]
-
-
-@contextlib.contextmanager
-def _connected(pod: Pod, access: Access) -> Iterator[valkey.Connection]:
-    connection = valkey.Connection(
-        host=pod.host,
-        port=pod.port,
-        username=access.username,
-        password=access.password,
-        socket_timeout=access.timeout_seconds,
-        socket_connect_timeout=access.timeout_seconds,
-        protocol=2,
-        lib_name="kvpool-operator",
-        lib_version=None,
-    )
-    try:
-        connection.connect()
-        yield connection
-    except (ValkeyError, OSError) as error:
-        raise _translated(error, pod) from error
-    finally:
-        connection.disconnect()
-
-
-def _read(connection: valkey.Connection) -> Reply | ResponseError:
-    try:
-        return cast(Reply, connection.read_response())
-    except ResponseError as error:
-        return error
-
-
-def _translated(error: Exception, pod: Pod) -> KVPoolError:
-    where = f"{pod.name} at {pod.host}:{pod.port}"
-    if isinstance(error, NoPermissionError):
-        return ValkeyUnauthenticatedError(f"{where} does not let the operator do its work: {error}")
-    if isinstance(error, AuthenticationError):
-        return ValkeyUnauthenticatedError(
-            f"{where} refuses the operator's password; delete the pod to give it the present one"
-        )
-    if isinstance(error, ResponseError):
-        return ValkeyRefusedError(f"{where} answers with an error: {error}")
-    return ValkeyUnreachableError(f"{where} does not answer: {error}")
+    """Have a pod's node carry out a command; raises the errors of `wire`."""
+    with Wire(command.pod.host, command.pod.port, access, name=command.pod.name) as wire:
+        for reply in wire.exchange(command.wire()):
+            if isinstance(reply, ResponseError) and not any(text in str(reply).lower() for text in HARMLESS):
+                raise wire.translated(reply)
 
 
 def _as_map(pairs: Sequence[Reply]) -> dict[str, str]:

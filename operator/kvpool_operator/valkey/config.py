@@ -21,6 +21,9 @@ MIN_HEADROOM_BYTES = 32 * 1024**2
 which snapshots slots shares no more."""
 NODE_TIMEOUT_MS = 5000
 """Silence after which nodes call each other failing. Healing does not wait for it; writes without a majority stop after it."""
+BLACKLIST_SECONDS = 5
+"""How long a forgotten node stays forgotten. Nodes tell each other whom to forget, so for Valkey's minute one that comes back
+could not be taken in (measured). A dead one does not come back by gossip: it would have to answer."""
 MAX_IO_THREADS = 8
 
 
@@ -68,6 +71,7 @@ def valkey_conf(
             ("cluster-enabled", "yes"),
             ("cluster-config-file", "nodes.conf"),
             ("cluster-node-timeout", NODE_TIMEOUT_MS),
+            ("cluster-blacklist-ttl", BLACKLIST_SECONDS),
             ("cluster-require-full-coverage", "no"),
             ("cluster-allow-reads-when-down", "yes"),
             ("cluster-allow-replica-migration", "no"),  # a primary that lost its last slot stays a primary

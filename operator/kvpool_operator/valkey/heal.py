@@ -13,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvpool_core.errors import KVPoolError
-from kvpool_operator.valkey.admin import Access, execute, look
+from kvpool_operator.valkey.acl import OPERATOR
+from kvpool_operator.valkey.admin import execute, look
 from kvpool_operator.valkey.commands import Claim, Command, Forget, Migrate, Pod, Reset
-from kvpool_operator.valkey.members import PATIENCE_SECONDS, SeenPod, Waiting, covered, members_of
+from kvpool_operator.valkey.meeting import served
+from kvpool_operator.valkey.members import PATIENCE_SECONDS, SeenPod, Waiting, members_of
 from kvpool_operator.valkey.topology import plan, replicas_needed
+from kvpool_operator.valkey.wire import Access
 
 __all__ = ["HealResult", "Pod", "Waiting", "step"]
 
@@ -57,7 +60,7 @@ def step(
 
     timeout_seconds: for each connect and each reply. patience_seconds: how long slots wait for a silent node.
     """
-    access = Access(password, timeout_seconds)
+    access = Access(OPERATOR, password, timeout_seconds)
     here = [pod for pod in pods if not pod.is_terminating]
     with ThreadPoolExecutor(
         max_workers=min(MAX_THREADS, max(1, len(here))), thread_name_prefix="valkey-heal"
@@ -70,7 +73,7 @@ def step(
     return HealResult(
         shards=shards,
         ready=_ready(seen, shards),
-        slots_covered=covered(members_of(seen)).bit_count(),
+        slots_covered=served(members_of(seen)).bit_count(),
         replicas=replicas_needed(seen, shards),
         actions=tuple(dict.fromkeys(str(command) for command in done if isinstance(command, NEWS))),
         waiting=planned.waiting + (() if problem is None else (problem,)),

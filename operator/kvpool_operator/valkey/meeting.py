@@ -52,6 +52,16 @@ def is_agreed(members: Sequence[Member]) -> bool:
     )
 
 
+def believed_slots(member: Member, members: Sequence[Member]) -> int:
+    """What the others give to this member."""
+    return union(peer.slots for other in members for peer in other.view.peers if peer.node_id == member.view.node_id)
+
+
+def served(members: Sequence[Member]) -> int:
+    """Slots that a member has, or that another says it has: the views are not of one instant, and slots move between."""
+    return union(member.view.slots | believed_slots(member, members) for member in members)
+
+
 def _groups(members: Sequence[Member]) -> list[list[Member]]:
     """Members connected by knowing each other, in any number of steps; the largest group first."""
     groups: list[list[Member]] = []
@@ -89,8 +99,3 @@ def _is_above_all(member: Member, members: Sequence[Member]) -> bool:
     others = [other.view.epoch for other in members if other is not member]
     believed = [peer.epoch for other in members for peer in other.view.peers if peer.node_id != member.view.node_id]
     return member.view.epoch > max([*others, *believed], default=-1)
-
-
-def believed_slots(member: Member, members: Sequence[Member]) -> int:
-    """What the others give to this member."""
-    return union(peer.slots for other in members for peer in other.view.peers if peer.node_id == member.view.node_id)

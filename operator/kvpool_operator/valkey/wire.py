@@ -1,0 +1,105 @@
+"""A connection to one Valkey node, and what its failures mean.
+
+Owns the use of valkey-py and the translation of its errors. Invariant: no call blocks longer than a connect and reads of
+`timeout_seconds` each; every reply of a pipeline is read, error replies are values.
+"""
+
+# valkey-py is typed in parts only:
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import cast
+
+import valkey
+from valkey.exceptions import AuthenticationError, NoPermissionError, ResponseError, ValkeyError
+
+from kvpool_core.errors import KVPoolError
+
+Arguments = tuple[str | int | bytes, ...]
+Reply = bytes | int | list["Reply"] | ResponseError | None
+
+
+class ValkeyUnreachableError(KVPoolError):
+    """A node cannot be connected to, or stopped answering."""
+
+
+class ValkeyUnauthenticatedError(KVPoolError):
+    """A node refuses the login, or the user may not do what is needed."""
+
+
+class ValkeyRefusedError(KVPoolError):
+    """A node answered a command with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to log in, and how long each connect and each reply may take. password None = no login."""
+
+    username: str | None
+    password: str | None
+    timeout_seconds: float = 2.0
+
+
+class Wire:
+    """A context with one open connection; `name` is what errors call the node."""
+
+    def __init__(self, host: str, port: int, access: Access, *, name: str = "") -> None:
+        self._where = f"{name} at {host}:{port}" if name else f"{host}:{port}"
+        self._connection = valkey.Connection(
+            host=host,
+            port=port,
+            username=access.username,
+            password=access.password,
+            socket_timeout=access.timeout_seconds,
+            socket_connect_timeout=access.timeout_seconds,
+            protocol=2,
+            lib_name="kvpool-operator",
+            lib_version=None,
+        )
+
+    def exchange(self, commands: Sequence[Arguments]) -> list[Reply]:
+        """Send all, read all; raises the errors above but for error replies, which are returned."""
+        try:
+            self._connection.send_packed_command(self._connection.pack_commands(commands))
+            return [self._read() for _ in commands]
+        except (ValkeyError, OSError) as error:
+            raise self.translated(error) from error
+
+    def ask(self, *command: str | int | bytes) -> Reply:
+        """One command; an error reply is raised."""
+        (reply,) = self.exchange([command])
+        if isinstance(reply, ResponseError):
+            raise self.translated(reply) from reply
+        return reply
+
+    def translated(self, error: Exception) -> KVPoolError:
+        """valkey-py's error as ours."""
+        if isinstance(error, NoPermissionError):
+            return ValkeyUnauthenticatedError(f"{self._where} does not allow a command that is needed: {error}")
+        if isinstance(error, AuthenticationError):
+            return ValkeyUnauthenticatedError(f"{self._where} refuses the login: {error}")
+        if isinstance(error, ResponseError):
+            return ValkeyRefusedError(f"{self._where} answers with an error: {error}")
+        return ValkeyUnreachableError(f"{self._where} does not answer: {error}")
+
+    def __enter__(self) -> Wire:
+        try:
+            self._connection.connect()
+        except (ValkeyError, OSError) as error:
+            self._connection.disconnect()
+            raise self.translated(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.disconnect()
+
+    def _read(self) -> Reply:
+        try:
+            return cast(Reply, self._connection.read_response())
+        except ResponseError as error:
+            return error
