@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool_operator.valkey.commands import Bump, Claim, Forget, Meet, Migrate, Pod, Reset, Stabilize
-from kvpool_operator.valkey.members import SeenPod, Waiting
+from kvpool_operator.valkey.meeting import served
+from kvpool_operator.valkey.members import SeenPod, Waiting, members_of
 from kvpool_operator.valkey.shares import Move, plan_moves, quota, share_out
 from kvpool_operator.valkey.slots import ALL, SLOTS, describe, lowest, mask_of, ranges_of
 from kvpool_operator.valkey.topology import Plan, plan, replicas_needed
@@ -161,6 +162,21 @@ def test_claim_that_somebody_does_not_believe_is_asserted_by_the_one_with_preced
     assert reasons(plan([above, changed(stale, peers=(peer_of(replace(one.view, slots=0, epoch=7), pod(0)),))], 2)) == [
         "ClusterSettling"
     ]
+
+
+def test_slots_on_their_way_while_the_nodes_were_asked_stay_with_their_new_owner() -> None:
+    moved = mask_of([(0, 99)])
+    one, two, three = cluster(3)
+    assert one.view is not None
+    given_away = changed(
+        one,
+        slots=one.view.slots & ~moved,
+        peers=tuple(
+            replace(peer, slots=peer.slots | moved) if peer.node_id == "id-1" else peer for peer in one.view.peers
+        ),
+    )
+    assert plan([given_away, two, three], 3).commands == (Claim(pod(1), moved, released=moved),)
+    assert served(members_of([given_away, two, three])) == ALL
 
 
 def test_slots_left_open_by_hand_are_closed() -> None:
