@@ -189,5 +189,5 @@ class ManagedCluster(RuleBasedStateMachine):
 
 TestManagedCluster = ManagedCluster.TestCase
 TestManagedCluster.settings = settings(
-    max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )

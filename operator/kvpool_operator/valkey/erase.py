@@ -7,6 +7,7 @@ have the form of our blocks' keys either, since others may have keys below it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -14,15 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
 
+from valkey.crc import key_slot
 from valkey.exceptions import NoPermissionError, ReadOnlyError, ResponseError
 
 from kvpool_core.errors import ConfigError, KVPoolError
 from kvpool_operator.valkey.acl import escape_glob
-from kvpool_operator.valkey.wire import Access, Reply, Wire
+from kvpool_operator.valkey.wire import Access, Arguments, Reply, Wire
 
 Address = tuple[str, int]
 
-SCAN_COUNT = 5000
+SCAN_COUNT = 10_000
 """Keys looked at by one SCAN: a few milliseconds of the server's only thread."""
 MAX_THREADS = 16
 MAX_PASSES = 5
@@ -86,15 +88,13 @@ def find_primaries(endpoints: Sequence[Address], access: Access) -> list[Address
     for host, port in endpoints:
         try:
             with Wire(host, port, access) as wire:
-                facts = _facts(cast(bytes, wire.ask("INFO")))
-                if facts.get("cluster_enabled") == "1":
+                if _is_cluster(wire):
                     return _slot_owners(cast(list[Reply], wire.ask("CLUSTER", "SLOTS")), host)
+                if _info(wire, "replication").get("role") == "master":
+                    return [(host, port)]
+                replicas.append((host, port))
         except KVPoolError as error:
             problem = problem or error
-            continue
-        if facts.get("role") == "master":
-            return [(host, port)]
-        replicas.append((host, port))
     if not replicas and problem is not None:
         raise problem
     return replicas[:1]
@@ -107,6 +107,7 @@ class _Eraser:
         self._node = node
         self._match = escape_glob(prefix) + "*"
         self._pattern = pattern
+        self._in_slots = False
         self._access = access
         self._deadline = deadline
         self._deleted = self._scanned = self._keys = 0
@@ -117,6 +118,7 @@ class _Eraser:
         try:
             with Wire(*self._node, self._limited()) as wire:
                 self._keys = cast(int, wire.ask("DBSIZE"))
+                self._in_slots = _is_cluster(wire)
                 self._scan(wire)
         except KVPoolError as error:
             self._problem = str(error)
@@ -127,21 +129,32 @@ class _Eraser:
         return replace(self._access, timeout_seconds=min(self._access.timeout_seconds, left))
 
     def _scan(self, wire: Wire) -> None:
-        cursor: Reply = b"0"
+        """Each round trip deletes what the one before it found."""
+        cursor, found = b"0", list[bytes]()
         while True:
             if time.monotonic() >= self._deadline:
                 self._problem = f"the time was up before {self._node[0]}:{self._node[1]} was searched"
                 return
-            scan = wire.ask("SCAN", cast(bytes, cursor), "MATCH", self._match, "COUNT", SCAN_COUNT)
-            cursor, found = cast(tuple[Reply, list[bytes]], scan)
+            scan = ("SCAN", cursor, "MATCH", self._match, "COUNT", SCAN_COUNT)
+            *counts, page = wire.exchange([*self._unlinks(found), scan])
+            self._count(wire, counts)
+            if isinstance(page, ResponseError):
+                raise wire.translated(page)
+            cursor, keys = cast(tuple[bytes, list[bytes]], page)
             self._scanned += SCAN_COUNT
-            self._unlink(wire, [key for key in found if self._pattern.fullmatch(key)])
+            found = [key for key in keys if self._pattern.fullmatch(key)]
             if cursor == b"0":
+                self._count(wire, wire.exchange(self._unlinks(found)) if found else [])
                 return
 
-    def _unlink(self, wire: Wire, keys: Sequence[bytes]) -> None:
-        """One command a key: a cluster takes no more of several slots, and a pipeline costs nothing."""
-        for reply in wire.exchange([("UNLINK", key) for key in keys]) if keys else ():
+    def _unlinks(self, keys: Sequence[bytes]) -> list[Arguments]:
+        """One command a slot: a cluster takes no keys of several, and SCAN gives them slot by slot."""
+        if not self._in_slots:
+            return [("UNLINK", *keys)] if keys else []
+        return [("UNLINK", *group) for _, group in itertools.groupby(keys, key_slot)]
+
+    def _count(self, wire: Wire, replies: Sequence[Reply]) -> None:
+        for reply in replies:
             if isinstance(reply, NoPermissionError | ReadOnlyError):
                 raise wire.translated(reply)
             if isinstance(reply, ResponseError):
@@ -164,5 +177,10 @@ def _slot_owners(reply: Sequence[Reply], asked: str) -> list[Address]:
     return list(owners)
 
 
-def _facts(info: bytes) -> dict[str, str]:
-    return dict(line.split(":", 1) for line in info.decode(errors="replace").splitlines() if ":" in line)
+def _is_cluster(wire: Wire) -> bool:
+    return _info(wire, "cluster").get("cluster_enabled") == "1"
+
+
+def _info(wire: Wire, section: str) -> dict[str, str]:
+    text = cast(bytes, wire.ask("INFO", section)).decode(errors="replace")
+    return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
