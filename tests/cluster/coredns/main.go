@@ -13,6 +13,6 @@ import (
 )
 
 func main() {
-	dnsserver.Directives = []string{"errors", "health", "ready", "template", "kubernetes"}
+	dnsserver.Directives = []string{"errors", "health", "ready", "kubernetes", "template"}
 	coremain.Run()
 }
