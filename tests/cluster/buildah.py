@@ -20,7 +20,8 @@ _PRIVATE = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
 class Buildah:
     """The commands that images are made with."""
 
-    def __init__(self, cache: Path, logs: Path) -> None:
+    def __init__(self, cache: Path, logs: Path, store: Path) -> None:
+        self._store = store
         self._storage = cache / "buildah"
         self._log = logs / "provision-cluster-images.log"
         self._environment = process_environment()
@@ -50,26 +51,26 @@ class Buildah:
                 what=f"building the image {reference}",
             )
 
-    def load(self, archive: Path, reference: str) -> None:
-        """Have an image from its archive, unless it is there."""
+    def load(self, reference: str) -> None:
+        """Have an image from the store, unless it is there."""
         if not self._has(reference):
-            self._run("pull", f"docker-archive:{archive}", what=f"loading {archive}")
+            self._run("pull", f"oci:{self._store}:{reference}", what=f"loading {reference}")
+            pulled = f"localhost{self._store}:{reference}"
+            self._run("tag", pulled, reference, what=f"naming {reference}")
 
-    def save(self, reference: str, archive: Path) -> None:
-        """Write an archive that containerd can load."""
-        fresh = archive.with_suffix(".new")
-        fresh.unlink(missing_ok=True)
-        self._run("push", reference, f"docker-archive:{fresh}:{reference}", what=f"saving the image {reference}")
-        fresh.rename(archive)
+    def save(self, reference: str) -> None:
+        """Put an image into the store."""
+        target = f"oci:{self._store}:{reference}"
+        self._run("push", "--disable-compression", reference, target, what=f"saving {reference}")
 
     def drop(self, reference: str) -> None:
         """Forget an image, if it is there."""
         if self._has(reference):
             self._run("rmi", reference, what=f"removing the image {reference}")
 
-    def push(self, archive: Path, reference: str, target: str) -> None:
+    def push(self, reference: str, target: str) -> None:
         """Send an image to a registry, which the user has logged in to."""
-        self.load(archive, reference)
+        self.load(reference)
         self._run("push", reference, f"docker://{target}", what=f"pushing {target}", remedy="Try `buildah login`.")
 
     def _has(self, reference: str) -> bool:

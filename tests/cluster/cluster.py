@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.cluster import runtime
 from tests.cluster.errors import ClusterError
-from tests.cluster.images import Image, Images, build_images, build_variant, push_images
+from tests.cluster.images import Images, build_images, build_variant, push_images
 from tests.cluster.layout import NETWORK, NODES
 from tests.cluster.local import STATE, LocalCluster
 from tests.cluster.programs import clients_entry, make_programs
@@ -84,18 +84,12 @@ class Cluster:
         """The reference of kvpool, valkey, engine or base; its tag is made from its inputs."""
         return self._images[name]
 
-    def make_variant(self, name: str, tag: str) -> str:
-        """*local*: the same image under another digest and tag, on both nodes: what an upgrade looks like."""
+    def make_variant(self, name: str, suffix: str) -> str:
+        """*local*: the same image under another digest and a tag that ends so, on both nodes: what an upgrade looks like."""
         local = self._need_local("make_variant")
-        reference = self._images[name]
-        base = Image(reference, _archive(local.cache, reference))
-        variant = build_variant(local.cache, LOGS, base, tag)
+        variant = build_variant(local.cache, LOGS, self._images[name], suffix)
         local.load_image(variant)
-        return variant.reference
-
-    def load_image(self, reference: str, archive: Path) -> None:
-        """*local*: load an archive that holds this reference on both nodes."""
-        self._need_local("load_image").load_image(Image(reference, archive))
+        return variant
 
     def tag_image(self, reference: str, other: str) -> None:
         """*local*: another name for the same digest, on both nodes."""
@@ -107,11 +101,9 @@ class Cluster:
         """*local*: take an image from a node."""
         runtime.remove(self._need_local("remove_image").processes, node, reference)
 
-    def restore_image(self, node: str, name: str) -> None:
-        """*local*: give a node back an image of this checkout."""
-        local = self._need_local("restore_image")
-        reference = self._images[name]
-        runtime.load(local.processes, node, Image(reference, _archive(local.cache, reference)))
+    def restore_image(self, node: str, reference: str) -> None:
+        """*local*: give a node back an image of this checkout or a variant."""
+        self._need_local("restore_image").load_image(reference, node)
 
     # --- nodes and processes ----------------------------------------------------------------------------------------
 
@@ -219,7 +211,7 @@ def _local() -> Cluster:
     local = LocalCluster()
     images = local.up()
     commands = {name: local.programs / name for name in ("kubectl", "helm")}
-    references = _references(images, {image: image.reference for image in images.all()})
+    references = _references(images, {reference: reference for reference in images.all()})
     return Cluster(kubeconfig=local.kubeconfig, commands=commands, images=references, local=local)
 
 
@@ -239,11 +231,6 @@ def _foreign(kubeconfig: Path) -> Cluster:
     return Cluster(kubeconfig=kubeconfig, commands=commands, images=_references(images, names), local=None)
 
 
-def _references(images: Images, names: Mapping[Image, str]) -> dict[str, str]:
+def _references(images: Images, names: Mapping[str, str]) -> dict[str, str]:
     base = names[images.base]
     return {"kvpool": names[images.product], "valkey": names[images.valkey], "engine": base, "base": base}
-
-
-def _archive(cache: Path, reference: str) -> Path:
-    name, _, key = reference.rpartition("/")[2].partition(":")
-    return cache / f"image-{name}-{key}" / "image.tar"

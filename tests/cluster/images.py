@@ -1,4 +1,4 @@
-"""The images: built with buildah, kept as archives in the user's cache folder, each under a tag made from its inputs.
+"""The images: built with buildah, kept in the user's cache folder, each under a tag made from its inputs.
 
 Invariant: a tag names one content; an image of the same inputs is neither built nor loaded twice.
 """
@@ -6,21 +6,24 @@ Invariant: a tag names one content; an image of the same inputs is neither built
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.buildah import Buildah
-from tests.cluster.node import PAUSE_IMAGE
+from tests.cluster.image_store import ImageStore
 from tests.cluster.programs import programs_entry
 from tests.cluster.rootfs import rootfs_entry
-from tests.harness.provision_cache import ProvisionError, key_of, make_once
+from tests.cluster.say import say
+from tests.harness.provision_cache import ProvisionError, key_of
 
 ROOT = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).resolve().parent
 _PRODUCT_INPUTS = ("Containerfile", ".containerignore", "pyproject.toml", "README.md", "LICENSE", "agent", "operator")
-_LOCAL = "localhost/kvpool"
-_KEPT = 3
-_IN_USE_SECONDS = 3600.0
+_PREFIX = "localhost/kvpool/"
+PRODUCT = f"{_PREFIX}kvpool"
 _BASE = """\
 FROM scratch
 ADD rootfs.tar /
@@ -48,90 +51,119 @@ LABEL kvpool.io/variant=${NAME}
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """One image: how it is called, and its archive."""
-
-    reference: str
-    archive: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Images:
-    """What pods of this checkout run. The base serves engines too: their venv is mounted."""
+    """References of what pods of this checkout run. The base serves engines too: their venv is mounted."""
 
-    base: Image
-    product: Image
-    valkey: Image
+    base: str
+    product: str
+    valkey: str
 
-    def all(self) -> tuple[Image, ...]:
+    def all(self) -> tuple[str, ...]:
         """In the order in which they are loaded: what is built upon others comes after them."""
         return (self.base, self.valkey, self.product)
 
 
 def build_images(cache: Path, logs: Path, *, valkey_server: Path) -> Images:
     """Build what is missing."""
-    buildah = Buildah(cache, logs)
-    rootfs = rootfs_entry(cache) / "rootfs.tar"
-    base = _image(cache, "base", key_of(rootfs_entry(cache).name, _BASE))
-    _build(buildah, base, _BASE, files={"rootfs.tar": rootfs})
-    files = {"valkey-server": valkey_server, "valkey-cli": ROOT / "tests" / "cluster" / "valkey-cli"}
-    valkey = _image(cache, "valkey", key_of(base.reference, _VALKEY, *(path.read_bytes() for path in files.values())))
-    _build(buildah, valkey, _VALKEY, files=files, base=base)
-    return Images(base=base, product=_product(buildah, cache, base), valkey=valkey)
+    making = _Making(cache, logs)
+    with making.store.locked():
+        base = f"{_PREFIX}base:{key_of(rootfs_entry(cache).name, _BASE)}"
+        making.from_recipe(base, _BASE, files={"rootfs.tar": rootfs_entry(cache) / "rootfs.tar"})
+        files = {"valkey-server": valkey_server, "valkey-cli": _HERE / "valkey-cli"}
+        valkey = f"{_PREFIX}valkey:{key_of(base, _VALKEY, *(path.read_bytes() for path in files.values()))}"
+        making.from_recipe(valkey, _VALKEY, files=files, base=base)
+        product = f"{PRODUCT}:{key_of(base, *_product_inputs())}"
+        making.image(product, folder=ROOT, file=ROOT / "Containerfile", base=base)
+        making.drop_old(PRODUCT)
+    return Images(base=base, product=product, valkey=valkey)
 
 
-def build_pause(cache: Path, logs: Path) -> Image:
-    """What every pod of our own nodes begins with."""
-    pause = Image(PAUSE_IMAGE, _entry(cache, "pause", key_of(programs_entry(cache).name, _PAUSE)) / "image.tar")
-    _build(Buildah(cache, logs), pause, _PAUSE, files={"pause": programs_entry(cache) / "pause"})
-    return pause
+def pause_reference() -> str:
+    """How the image is called that every pod of our own nodes begins with."""
+    return f"{_PREFIX}pause:{key_of((_HERE / 'pause' / 'main.go').read_bytes(), _PAUSE)}"
 
 
-def push_images(cache: Path, logs: Path, images: Images, registry: str) -> dict[Image, str]:
-    """Send them to a registry; what each is called there."""
-    names = {image: f"{registry}/{image.reference.removeprefix(f'{_LOCAL}/')}" for image in images.all()}
-    for image, name in names.items():
-        Buildah(cache, logs).push(image.archive, image.reference, name)
-    return names
+def build_pause(cache: Path, logs: Path) -> str:
+    """That image."""
+    making = _Making(cache, logs)
+    with making.store.locked():
+        making.from_recipe(pause_reference(), _PAUSE, files={"pause": programs_entry(cache) / "pause"})
+    return pause_reference()
 
 
-def build_variant(cache: Path, logs: Path, image: Image, name: str) -> Image:
+def build_variant(cache: Path, logs: Path, reference: str, name: str) -> str:
     """The same content under another digest and the tag `name`: what an upgrade looks like to the operator."""
-    repository = image.reference.rpartition(":")[0]
-    variant = Image(f"{repository}:{name}", _entry(cache, "variant", key_of(image.reference, name)) / "image.tar")
-    _build(Buildah(cache, logs), variant, _VARIANT, files={}, base=image, arguments={"NAME": name})
+    making = _Making(cache, logs)
+    variant = f"{reference.rpartition(':')[0]}:{reference.rpartition(':')[2]}-{name}"
+    with making.store.locked():
+        making.from_recipe(variant, _VARIANT, files={}, base=reference, arguments={"NAME": name})
     return variant
 
 
-def _product(buildah: Buildah, cache: Path, base: Image) -> Image:
+def push_images(cache: Path, logs: Path, images: Images, registry: str) -> dict[str, str]:
+    """Send them to a registry; what each is called there."""
+    names = {reference: f"{registry}/{reference.removeprefix(_PREFIX)}" for reference in images.all()}
+    making = _Making(cache, logs)
+    for reference, name in names.items():
+        making.buildah.push(reference, name)
+    return names
+
+
+class _Making:
+    """Builds images into the store. Its lock is held."""
+
+    def __init__(self, cache: Path, logs: Path) -> None:
+        self.store = ImageStore(cache)
+        self.buildah = Buildah(cache, logs, self.store.folder)
+
+    def from_recipe(
+        self,
+        reference: str,
+        recipe: str,
+        *,
+        files: Mapping[str, Path],
+        base: str | None = None,
+        arguments: Mapping[str, str] | None = None,
+    ) -> None:
+        """An image of a few files."""
+        with tempfile.TemporaryDirectory(prefix="image-", dir=self.store.folder) as folder:
+            context = Path(folder)
+            (context / "Containerfile").write_text(recipe)
+            for name, source in files.items():
+                _link_or_copy(source, context / name)
+            self.image(reference, folder=context, file=context / "Containerfile", base=base, arguments=arguments)
+
+    def image(
+        self,
+        reference: str,
+        *,
+        folder: Path,
+        file: Path,
+        base: str | None,
+        arguments: Mapping[str, str] | None = None,
+    ) -> None:
+        """An image, unless it is there."""
+        if self.store.has(reference):
+            return
+        started = time.monotonic()
+        if base is not None:
+            self.buildah.load(base)
+        self.buildah.build(reference, folder=folder, file=file, base=base, arguments=arguments)
+        self.buildah.save(reference)
+        self.store.has(reference)
+        say(f"image {reference.removeprefix(_PREFIX)}: {time.monotonic() - started:.1f} s")
+
+    def drop_old(self, repository: str) -> None:
+        """Every change of our code makes an image: forget those that nobody uses any more."""
+        for reference in self.store.drop_old(repository):
+            self.buildah.drop(reference)
+
+
+def _product_inputs() -> list[str | bytes]:
     if not (ROOT / "Containerfile").exists():
         raise ProvisionError(f"{ROOT / 'Containerfile'} is missing: the product's image is built from it")
     files = [path for name in _PRODUCT_INPUTS for path in _files(ROOT / name)] + sorted(ROOT.glob("requirements-*.txt"))
-    contents = [part for path in files for part in (str(path.relative_to(ROOT)), path.read_bytes())]
-    product = _image(cache, "kvpool", key_of(base.reference, *contents))
-
-    def make(entry: Path) -> None:
-        buildah.load(base.archive, base.reference)
-        buildah.build(product.reference, folder=ROOT, file=ROOT / "Containerfile", base=base.reference)
-        buildah.save(product.reference, product.archive)
-
-    make_once(product.archive.parent, make, what="image kvpool", hint="a minute; seconds when only our code changed")
-    _drop_old(buildah, cache, "kvpool")
-    return product
-
-
-def _drop_old(buildah: Buildah, cache: Path, name: str) -> None:
-    """Every change of our code makes an image: the newest are kept, and what somebody may be loading just now."""
-
-    def last_used(stamp: Path) -> float:
-        return stamp.stat().st_mtime
-
-    stamps = sorted(cache.glob(f"image-{name}-*/.complete"), key=last_used, reverse=True)
-    for stamp in stamps[_KEPT:]:
-        if time.time() - last_used(stamp) > _IN_USE_SECONDS:
-            entry = stamp.parent
-            shutil.rmtree(entry)
-            buildah.drop(f"{_LOCAL}/{name}:{entry.name.rpartition('-')[2]}")
+    return [part for path in files for part in (str(path.relative_to(ROOT)), path.read_bytes())]
 
 
 def _files(path: Path) -> list[Path]:
@@ -140,47 +172,8 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.exists() else []
 
 
-def _build(
-    buildah: Buildah,
-    image: Image,
-    recipe: str,
-    *,
-    files: dict[str, Path],
-    base: Image | None = None,
-    arguments: dict[str, str] | None = None,
-) -> None:
-    def make(entry: Path) -> None:
-        if base is not None:
-            buildah.load(base.archive, base.reference)
-        context = entry / "context"
-        context.mkdir(exist_ok=True)
-        (context / "Containerfile").write_text(recipe)
-        for name, source in files.items():
-            (context / name).unlink(missing_ok=True)
-            _link_or_copy(source, context / name)
-        reference = base.reference if base is not None else None
-        buildah.build(
-            image.reference, folder=context, file=context / "Containerfile", base=reference, arguments=arguments
-        )
-        buildah.save(image.reference, image.archive)
-        for path in context.iterdir():
-            path.unlink()
-
-    name = image.reference.removeprefix(f"{_LOCAL}/")
-    make_once(image.archive.parent, make, what=f"image {name}", hint="seconds")
-
-
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
     except OSError:
-        target.write_bytes(source.read_bytes())
-        target.chmod(source.stat().st_mode)
-
-
-def _image(cache: Path, name: str, key: str) -> Image:
-    return Image(f"{_LOCAL}/{name}:{key}", _entry(cache, name, key) / "image.tar")
-
-
-def _entry(cache: Path, name: str, key: str) -> Path:
-    return cache / f"image-{name}-{key}"
+        shutil.copy2(source, target)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tests.cluster import bootstrap, cgroups, control_plane, network, node, owner, pki, probes, runtime
 from tests.cluster.errors import ClusterError
-from tests.cluster.images import Image, Images, build_images, build_pause
+from tests.cluster.image_store import ImageStore
+from tests.cluster.images import Images, build_images, build_pause, pause_reference
 from tests.cluster.layout import LAN_ANCHOR, NODES, Node
 from tests.cluster.processes import Processes
 from tests.cluster.programs import programs_entry
@@ -104,10 +105,10 @@ class LocalCluster:
         self._start_containerd(found)
         self._wait_ready({name: self._start_node(found)})
 
-    def load_image(self, image: Image) -> None:
-        """Load an image on both nodes."""
-        for n in NODES:
-            runtime.load(self.processes, n.name, image)
+    def load_image(self, reference: str, *nodes: str) -> None:
+        """Load an image of the store on some nodes, or all."""
+        for name in nodes or [n.name for n in NODES]:
+            runtime.load(self.processes, name, ImageStore(self.cache), reference)
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class LocalCluster:
         control_plane.write_files(STATE, self._pki)
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(NODES)
         for n in NODES:
-            node.write_files(n, STATE, self._pki, reserved_bytes=half)
+            node.write_files(n, STATE, self._pki, pause=pause_reference(), reserved_bytes=half)
         shutil.copyfile(self._pki / "admin.kubeconfig", self.kubeconfig)
         self.kubeconfig.chmod(0o600)
 
@@ -162,8 +163,8 @@ class LocalCluster:
 
     def _load_images(self, n: Node, images: Images) -> None:
         with stage(f"images on {n.name}"):
-            for image in images.all():
-                runtime.load(self.processes, n.name, image)
+            for reference in images.all():
+                self.load_image(reference, n.name)
 
     def _start_node(self, n: Node) -> float:
         """Start kubelet and kube-proxy; returns since when the node's word counts (0: it ran before)."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.cluster.layout import DNS_SERVICE, DOMAIN, NAME, PODS, Node
 
-PAUSE_IMAGE = "localhost/kvpool/pause:1"
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 CONTAINERS = Path("run/containerd/io.containerd.runtime.v2.task/k8s.io")
 """Below the node's root: a folder for each container, with the pid of its first process in init.pid."""
@@ -34,11 +33,14 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 """
 
 
-def write_files(node: Node, state: Path, pki: Path, *, reserved_bytes: int) -> None:
-    """The configuration files that the commands name. reserved_bytes: memory that the node does not offer to pods."""
+def write_files(node: Node, state: Path, pki: Path, *, pause: str, reserved_bytes: int) -> None:
+    """The configuration files that the commands name.
+
+    pause: the image that every pod begins with. reserved_bytes: memory that the node does not offer to pods.
+    """
     folder = state / node.name
     (folder / "cni").mkdir(parents=True, exist_ok=True)
-    containerd_config = _CONTAINERD.format(socket=CONTAINERD_SOCKET, pause=PAUSE_IMAGE, state=folder)
+    containerd_config = _CONTAINERD.format(socket=CONTAINERD_SOCKET, pause=pause, state=folder)
     (folder / "containerd.toml").write_text(containerd_config)
     (folder / "cni" / "10-pods.conflist").write_text(json.dumps(_cni(node)))
     (folder / "kubelet.yaml").write_text(json.dumps(_kubelet(node, pki, reserved_bytes), indent=1))

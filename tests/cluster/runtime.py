@@ -5,12 +5,13 @@ Invariant: commands run inside the node's namespaces; a reference names the same
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
-from pathlib import Path
+import tempfile
 
 from tests.cluster import network
 from tests.cluster.errors import ClusterError
-from tests.cluster.images import Image
+from tests.cluster.image_store import ImageStore
 from tests.cluster.node import CONTAINERD_SOCKET, CONTAINERS
 from tests.cluster.processes import Process, Processes, process_of
 
@@ -25,10 +26,22 @@ def images(processes: Processes, node: str) -> set[str]:
     return set(_checked(processes, node, "images", "list", "--quiet").split())
 
 
-def load(processes: Processes, node: str, image: Image) -> None:
-    """Load an image unless it is there."""
-    if image.reference not in images(processes, node):
-        _checked(processes, node, "images", "import", str(image.archive))
+def load(processes: Processes, node: str, store: ImageStore, reference: str) -> None:
+    """Load an image unless it is there; layers that the node has are not sent again."""
+    if reference in images(processes, node):
+        return
+    known = _checked(processes, node, "content", "list", "--quiet").split()
+    command = _command(processes, node, "images", "import", "-")
+    with tempfile.TemporaryFile() as output:
+        importing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
+        assert importing.stdin is not None
+        with contextlib.suppress(BrokenPipeError), importing, importing.stdin as archive:
+            store.write(reference, archive, without=known)
+        if importing.returncode:
+            output.seek(0)
+            raise ClusterError(
+                f"loading {reference} failed on {node}: {output.read().decode(errors='replace').strip()}"
+            )
 
 
 def tag(processes: Processes, node: str, reference: str, other: str) -> None:
@@ -58,11 +71,11 @@ def _checked(processes: Processes, node: str, *arguments: str) -> str:
 
 
 def _run(processes: Processes, node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = ["ctr", "--address", CONTAINERD_SOCKET, "--namespace", "k8s.io", *arguments]
     return subprocess.run(
-        [*network.enter(processes, node), *command],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        _command(processes, node, *arguments), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
+
+
+def _command(processes: Processes, node: str, *arguments: str) -> list[str]:
+    inside = network.enter(processes, node)
+    return [*inside, "ctr", "--address", CONTAINERD_SOCKET, "--namespace", "k8s.io", *arguments]
