@@ -29,6 +29,17 @@ demo-local: provision ## Two engines, two agents, three Valkey shards and the ro
 demo-down: ## End what an interrupted demo left running
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo.local --down; fi
 
+##@ A Kubernetes of its own
+
+.PHONY: cluster-up
+cluster-up: ## A real two-node Kubernetes on this machine, with the images of this tree (as root; cached; the first time about 15 minutes)
+	@if [ -z "$${KVPOOL_KUBECONFIG:-}" ]; then $(PROVISION) --only cluster; else $(PROVISION) --only valkey; fi
+	@$(BIN)/python -m tests.cluster up
+
+.PHONY: cluster-down
+cluster-down: ## End it, whatever state it is in; what was in it comes back with the next cluster-up
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.cluster down; fi
+
 ##@ Check it
 
 .PHONY: test
@@ -41,6 +52,10 @@ test-unit: venv ## Unit tests: no network, no root, under 60 s
 .PHONY: test-engine
 test-engine: provision ## Tests with real vLLM engines and real Valkey processes
 	$(PYTEST) tests/engine --timeout=900 --durations=10
+
+.PHONY: test-cluster
+test-cluster: provision cluster-up ## Tests on a real Kubernetes
+	$(PYTEST) tests/cluster --timeout=900 --durations=10
 
 .PHONY: test-gpu
 test-gpu: venv ## Tests on a CUDA device; skipped with a reason where there is none

@@ -1,4 +1,4 @@
-"""Provides everything that demo and tests need: `python3 tests/harness/provision.py [--only venv|engine|models|valkey]`.
+"""Provides everything that demo and tests need: `python3 tests/harness/provision.py [--only PART]`, see `--help` for the parts.
 
 Runs with a bare Python 3.11 or newer. Invariant: after it ended well, `paths()` names existing files, and
 `.kvpool/{venv,engine,models}` point to them.
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # run as a script, the path begins with this folder, whose files are no top-level modules
 
+from tests.cluster.provide import provide_debian, provide_programs
 from tests.harness.models import MODELS
 from tests.harness.provision_cache import ProvisionError, cache_folder, drop_unused, is_complete, key_of, make_once, say
 from tests.harness.provision_commands import process_environment, run_logged, without
@@ -64,13 +65,16 @@ def paths() -> Paths:
 
 
 def provide(only: str | None) -> None:
-    """Make what is missing; all parts, or one with what it is made from. The network-bound and the CPU-bound run side by side."""
+    """Make what is missing: what needs no cluster, or one part with what it is made from, or all.
+
+    What is bound by the network and what is bound by processors run side by side.
+    """
     environment = process_environment()
     cache = cache_folder(environment)
     cache.mkdir(parents=True, exist_ok=True)
     LOGS.mkdir(parents=True, exist_ok=True)
     make_installer(cache, LOGS, environment)
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="provision") as pool:
+    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="provision") as pool:
         for done in [pool.submit(task, cache, environment) for task in _tasks(only)]:
             done.result()
     drop_unused(cache, {product_entry(cache), engine_entry(cache), _models_entry(cache)}, now=time.time())
@@ -83,8 +87,18 @@ def _tasks(only: str | None) -> list[Callable[[Path, dict[str, str]], None]]:
         "engine": [_provide_engine],
         "models": [_provide_engine_and_models],
         "valkey": [_provide_venv_and_valkey],
+        "cluster": [_provide_programs, _provide_debian, _provide_venv_and_valkey],
+        "all": [_provide_programs, _provide_debian, _provide_engine_and_models, _provide_venv_and_valkey],
     }
     return tasks[only]
+
+
+def _provide_programs(cache: Path, environment: dict[str, str]) -> None:
+    provide_programs(cache, LOGS, environment)
+
+
+def _provide_debian(cache: Path, environment: dict[str, str]) -> None:
+    provide_debian(cache, LOGS, environment)
 
 
 def _provide_venv(cache: Path, environment: dict[str, str]) -> None:
@@ -146,7 +160,9 @@ def main(arguments: list[str]) -> int:
     """Provide, and say what it took."""
     parser = argparse.ArgumentParser(description="Provide venvs, models and valkey-server for demo and tests.")
     parser.add_argument(
-        "--only", choices=["venv", "engine", "models", "valkey"], help="one part, with what it is made from"
+        "--only",
+        choices=["venv", "engine", "models", "valkey", "cluster", "all"],
+        help="one part, with what it is made from",
     )
     options = parser.parse_args(arguments)
     started = time.monotonic()

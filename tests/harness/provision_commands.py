@@ -16,9 +16,15 @@ _LAST_LINES = 25
 
 
 def run_logged(
-    command: Sequence[str | Path], *, log: Path, environment: Mapping[str, str], what: str, remedy: str = ""
+    command: Sequence[str | Path],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    what: str,
+    remedy: str = "",
+    folder: Path | None = None,
 ) -> None:
-    """Run a command; a ProvisionError with the end of its output if it fails."""
+    """Run a command, in `folder` if given; a ProvisionError with the end of its output if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         output.write(f"$ {' '.join(map(str, command))}\n".encode())
@@ -29,6 +35,7 @@ def run_logged(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment),
+            cwd=folder,
         )
     if code:
         raise ProvisionError(f"{what} failed (exit {code}). {remedy}\nThe end of {log}:\n{_tail(log)}")
