@@ -13,6 +13,7 @@ from kvpool_core.block_hash import HASH_BYTES
 from kvpool_core.identity import DOMAIN_BYTES
 from kvpool_core.wire import (
     Announce,
+    EngineLoad,
     FileDigests,
     GpuEvents,
     GpuSnapshot,
@@ -131,6 +132,12 @@ def check_gpu(message: GpuEvents | GpuSnapshot) -> None:
         _require(all(count >= 1 for count in message.counts), WRONG_KEYS, "a block held less than once")
     _require(all(0 <= value <= U64_MAX for value in message.hashes), WRONG_KEYS, "a hash of more than 8 bytes")
     _require(all(0 <= group <= U32_MAX for group in message.groups), WRONG_KEYS, "a group out of range")
+
+
+def check_engine_load(message: EngineLoad) -> None:
+    """PeerError when a count is none."""
+    fits = 0 <= message.requests <= U32_MAX and 0 <= message.prompt_tokens <= U32_MAX
+    _require(fits, WRONG_KEYS, "a load out of range")
 
 
 def check_file_digests(message: FileDigests) -> None:

@@ -41,6 +41,8 @@ class Engine:
     domain: DomainState = field(default_factory=DomainState)
     layouts: Mapping[int, GroupLayout] = field(default_factory=dict)
     scheduler_connected: bool = False
+    requests: int = 0
+    prompt_tokens: int = 0
 
     @property
     def was_known(self) -> bool:
@@ -76,6 +78,8 @@ class Engine:
             domain=self.domain.domain,
             groups=list(self.domain.groups),
             connected=self.scheduler_connected,
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
         )
 
 

@@ -19,7 +19,7 @@ from kvpool_agent.metrics import AgentMetrics
 from kvpool_agent.peer import Peer
 from kvpool_agent.slot_store import SlotStore
 from kvpool_agent.write_jobs import owner_of
-from kvpool_core.wire import Domain, Hello
+from kvpool_core.wire import Domain, EngineLoad, Hello
 
 if TYPE_CHECKING:
     from kvpool_agent.session import Session
@@ -99,6 +99,11 @@ class EngineRegistry:
                 session.connection.send(_domain_message(engine))
         self._feed.engine_changed(engine.info())
 
+    def loaded(self, engine: Engine, message: EngineLoad) -> None:
+        """An engine has more or less to do: routers want to know."""
+        engine.requests, engine.prompt_tokens = message.requests, message.prompt_tokens
+        self._feed.engine_changed(engine.info())
+
     def forget(self, session: Session, pidfd: int | None) -> None:
         """A connection ended. `pidfd` is ours to close."""
         hello, engine = session.hello, session.engine
@@ -134,6 +139,7 @@ class EngineRegistry:
     def _forget_scheduler(self, engine: Engine) -> None:
         engine.scheduler = None
         engine.scheduler_connected = False
+        engine.requests = engine.prompt_tokens = 0
         self._feed.engine_lost(engine.engine_id)
         self._feed.engine_changed(engine.info())
 

@@ -29,6 +29,7 @@ from kvpool_core.wire import (
     Abort,
     Ack,
     Announce,
+    EngineLoad,
     EngineMessage,
     FileDigests,
     GpuEvents,
@@ -59,6 +60,7 @@ ROLES: dict[type[EngineMessage], str] = {
     RegisterScheduler: SCHEDULER,
     Prefetch: SCHEDULER,
     Release: SCHEDULER,
+    EngineLoad: SCHEDULER,
     GpuEvents: SCHEDULER,
     GpuSnapshot: SCHEDULER,
     RegisterWorker: WORKER,
@@ -141,6 +143,9 @@ class Session:
             case GpuEvents():
                 checks.check_gpu(message)
                 self._agent.feed.gpu_events(self._require_engine().engine_id, message)
+            case EngineLoad():
+                checks.check_engine_load(message)
+                self._agent.registry.loaded(self._require_engine(), message)
             case GpuSnapshot():
                 checks.check_gpu(message)
                 self._agent.feed.gpu_snapshot(self._require_engine().engine_id, message)

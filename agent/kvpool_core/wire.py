@@ -19,6 +19,8 @@ PROTOCOL_OLDEST: Final = 1
 """Oldest version still spoken: N and N-1."""
 PROTOCOL_STANDBY: Final = 2
 """First version with Standby and Unmapped."""
+PROTOCOL_LOAD: Final = 2
+"""First version with EngineLoad."""
 
 # Codes of Refused that a receiver acts on; others are for people.
 AUTHENTICATION_UNAVAILABLE: Final = "AuthenticationUnavailable"
@@ -292,6 +294,16 @@ class GpuSnapshot(Message, frozen=True, tag="GpuSnapshot"):
     counts: list[int]
 
 
+class EngineLoad(Message, frozen=True, tag="EngineLoad"):
+    """What the engine has to do: requests in it, and their prompt tokens that are not computed yet (since 2).
+
+    Several routers send to one engine, and each knows only its own requests.
+    """
+
+    requests: int
+    prompt_tokens: int
+
+
 # --- weight file digests -------------------------------------------------------------------------------------------
 
 
@@ -351,7 +363,10 @@ class HolderKeep(Message, frozen=True, tag="HolderKeep"):
 
 
 class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
-    """An engine as the router needs it. `domain` is b"" until known; `connected` False: its `gpu` blocks are gone."""
+    """An engine as the router needs it. `domain` is b"" until known; `connected` False: its `gpu` blocks are gone.
+
+    requests, prompt_tokens: its last EngineLoad.
+    """
 
     engine_id: str
     endpoint: str
@@ -362,6 +377,8 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     domain: bytes
     groups: list[GroupLayout]
     connected: bool
+    requests: int = 0
+    prompt_tokens: int = 0
 
 
 class TierBlocks(msgspec.Struct, array_like=True, frozen=True):
@@ -422,6 +439,7 @@ EngineMessage = (
     | Announce
     | GpuEvents
     | GpuSnapshot
+    | EngineLoad
     | FileDigests
     | Unmapped
 )

@@ -106,7 +106,7 @@ def _endpoint(router: Router, endpoint: EndpointState) -> dict[str, object]:
         "problem": endpoint.problem,
         "models": sorted(endpoint.models or {}),
         "silent": endpoint.silent,
-        "running": sum(map(router.book.running, router.book.targets_at(endpoint.address))),
+        "running": router.picker.running_at(endpoint),
         "engines": [
             {
                 "engine_id": ref.info.engine_id,

@@ -158,11 +158,13 @@ class Picker:
 
     async def _ask(self, prompt: RenderedPrompt, model: str, authorization: str | None) -> array[int] | None:
         """The least busy endpoint is asked first."""
-        endpoints = sorted(self.serving(model)[0], key=self._running_at)
+        endpoints = sorted(self.serving(model)[0], key=self.running_at)
         return await self._tokens.fetch(prompt, endpoints, authorization=authorization)
 
-    def _running_at(self, endpoint: EndpointState) -> int:
-        return sum(map(self._book.running, self._book.targets_at(endpoint.address)))
+    def running_at(self, endpoint: EndpointState) -> int:
+        """Requests in flight there: its own engines' word, or what this router has sent and they have not told yet."""
+        own = sum(map(self._book.running, self._book.targets_at(endpoint.address)))
+        return max(own, sum(ref.info.requests for ref in self._refs(endpoint)))
 
     # --- choosing -----------------------------------------------------------------------------------------------
 
@@ -227,11 +229,12 @@ class Picker:
 
     def _candidate(self, target: Target, blocks: TierBlockCount, now: float) -> Candidate:
         book, name = self._book, target.name
+        told = target.ref.info if target.ref is not None else None
         return Candidate(
             target=name,
             tokens_per_second=book.tokens_per_second(name),
-            queued_tokens=book.queued_tokens(name, now=now),
-            running=book.running(name),
+            queued_tokens=max(book.queued_tokens(name, now=now), told.prompt_tokens if told else 0),
+            running=max(book.running(name), told.requests if told else 0),
             recent=book.recent(name, now=now),
             order=book.last_chosen(name),
             blocks=blocks,

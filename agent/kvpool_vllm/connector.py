@@ -163,6 +163,8 @@ class KvpoolConnector(OffloadingConnector):
         """Ask for the request's blocks as soon as it is known."""
         super().on_new_request(request)
         self._manager.track(request)
+        if self._scheduler_setup is not None:
+            self._scheduler_setup.report_load()
 
     @guarded(_no_match)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:

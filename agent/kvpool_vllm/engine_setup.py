@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from kvpool_vllm.copiers import make_copier
 from kvpool_vllm.copy_plan import build_group_plans
 from kvpool_vllm.gpu_blocks import GpuBlocks
 from kvpool_vllm.identification import Identification
+from kvpool_vllm.load_report import LoadReport
 from kvpool_vllm.scheduler_link import SchedulerLink
 from kvpool_vllm.scheduler_side import GroupKeying, KvpoolManager
 from kvpool_vllm.settings import Settings, read_settings
@@ -84,6 +86,7 @@ class SchedulerSetup:
         self._identification = Identification(config, kv_cache, seed=self._greeting.seed)
         self._manager = KvpoolManager(self._settings, self._identification, self.gpu_blocks)
         self._link: SchedulerLink | None = None
+        self._load = LoadReport()
         self._is_stepping = False
 
     def make_manager(self) -> KvpoolManager:
@@ -106,13 +109,17 @@ class SchedulerSetup:
             lambda: self._greeting.hello("scheduler"),
             on_verdict=self._manager.on_verdict,
             held=self._manager.held,
-            on_greeted=self.gpu_blocks.ask_for_snapshot,
+            on_greeted=self._on_greeted,
             on_idle=self._report_while_idle,
         )
         self._manager.use(link, groups)
         self._link = link
         link.client.start()
         self._identification.start(link.publish, ask=link.ask_digests, teach=link.teach_digests)
+
+    def _on_greeted(self) -> None:
+        self.gpu_blocks.ask_for_snapshot()
+        self._load.forget()
 
     def step_began(self) -> None:
         """The engine is about to change its cache."""
@@ -130,6 +137,13 @@ class SchedulerSetup:
         link = self._link
         if link is not None and link.client.connected:
             self.gpu_blocks.report(link.client.send, is_quiet=is_quiet)
+            self.report_load()
+
+    def report_load(self) -> None:
+        """After a request came or went."""
+        link = self._link
+        if link is not None and link.client.connected and link.protocol >= wire.PROTOCOL_LOAD:
+            self._load.report(self._manager.requests, link.client.send, now=time.monotonic())
 
     def close(self) -> None:
         """End the connection."""

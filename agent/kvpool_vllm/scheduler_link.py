@@ -41,6 +41,7 @@ class SchedulerLink:
         self.domain = b""
         self.refusal = ""
         self.session = 0
+        self.protocol = wire.PROTOCOL_OLDEST
         self.client = AgentClient(socket_path, self, name="scheduler")
 
     def publish(self, registration: wire.RegisterScheduler) -> None:
@@ -72,6 +73,7 @@ class SchedulerLink:
             os.close(descriptor)
         held = self._held() if welcome.arena_id == self.arena_id else []
         self.arena_id = welcome.arena_id
+        self.protocol = welcome.protocol
         self._on_greeted()
         first: list[wire.Message] = [self._announcement(held)]
         if self._registration is not None:

@@ -61,6 +61,12 @@ def _found(fleet: FleetIndex) -> TierBlockCount:
     return count_tiers(runs(fleet.index.masks(SHORT), target.any), target)
 
 
+def _load(fleet: FleetIndex) -> tuple[int, int]:
+    """Requests and prompt tokens that the engine has."""
+    (ref,) = fleet.engines_at(ENDPOINT, "a")
+    return ref.info.requests, ref.info.prompt_tokens
+
+
 def _count(fleet: FleetIndex, tier: str) -> int:
     return sum(map(fleet.index.count, fleet.agent_states()["a"].view.holders_of(tier)))
 
@@ -81,8 +87,11 @@ def test_router_follows_a_real_agent(tmp_path: Path) -> None:
             await until(lambda: _found(fleet) == TierBlockCount(gpu=2, ram=6))
             engine.scheduler.send(wire.GpuEvents(0, "cs", [0, 0], [0, SHORT[0]]))
             await until(lambda: _found(fleet) == TierBlockCount(gpu=1, ram=7))
+            engine.scheduler.send(wire.EngineLoad(0, 3, 700))
+            await until(lambda: _load(fleet) == (3, 700))
             async with _following(node) as late:
                 assert _found(late) == TierBlockCount(gpu=1, ram=7)
+                assert _load(late) == (3, 700)
             engine.close()
             await until(lambda: fleet.engines_at(ENDPOINT, "a") == [])
             assert _count(fleet, GPU) == 0

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool_core.wire import EventsDelta, encode
@@ -110,6 +111,23 @@ def test_unrelated_prompt_goes_to_the_other_engine_while_a_cold_prompt_runs(tmp_
                 assert fleet.chosen(await fleet.ask(prompt=prompt(name, 80))) == 1 - busy
             fleet.engines[busy].gate.set()
             assert fleet.chosen(await cold) == busy
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_prompt_avoids_an_engine_that_another_router_keeps_busy(tmp_path: Path, busy: int) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path) as fleet:
+            info = engine_info(fleet.engines[busy], f"engine-{busy}")
+            told = msgspec.structs.replace(info, requests=1, prompt_tokens=100_000)
+            fleet.agents[busy].publish(engines=[told])
+            fleet.agents[1 - busy].publish(stored=[gpu(f"engine-{1 - busy}", hashes_of(LONG)[:1])])
+            await _expected(fleet, LONG, gpu=1)
+            for name in "abcdef":
+                assert fleet.chosen(await fleet.ask(prompt=prompt(name, 80))) == 1 - busy
+            fleet.agents[busy].publish(engines=[info], stored=[gpu(f"engine-{busy}", hashes_of(LONG))])
+            await _expected(fleet, LONG, gpu=90)
 
     asyncio.run(run())
 
