@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +94,28 @@ class Node:
         return self.get("/v1/stats")
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Wait until every store is done: nothing in slots, checksums or queues, and quiet for a moment.
-
-        The moment is for what an engine stores last: vLLM hands it over one step after the answer's end.
-        """
-        end = time.monotonic() + seconds
-        quiet_since = time.monotonic()
-        known: object = None
-        while time.monotonic() - quiet_since < QUIET_SECONDS:
-            stats = self.stats()
-            arena, tier = stats["arena"], stats["valkey"] or {}
-            busy = arena["slots"]["writing"] or arena["checksums_waiting"] or tier.get("write_queue_items", 0)
-            if busy or arena["slots"] != known:
-                known, quiet_since = arena["slots"], time.monotonic()
-            if time.monotonic() > end:
-                raise ProgramError(f"{self.name}: stores are not done within {seconds:g} s: {stats}")
-            time.sleep(0.05)
+        """Wait until every store is done."""
+        settle(self.name, self.stats, seconds=seconds)
 
     def metrics(self) -> str:
         """/metrics."""
         return web.request("GET", f"{self.admin_url}/metrics").body.decode()
+
+
+def settle(name: str, read_stats: Callable[[], Any], *, seconds: float = 30.0) -> None:
+    """Wait until every store of an agent is done: nothing in slots, checksums or queues, and quiet for a moment.
+
+    The moment is for what an engine stores last: vLLM hands it over one step after the answer's end.
+    """
+    end = time.monotonic() + seconds
+    quiet_since = time.monotonic()
+    known: object = None
+    while time.monotonic() - quiet_since < QUIET_SECONDS:
+        stats = read_stats()
+        arena, tier = stats["arena"], stats["valkey"] or {}
+        busy = arena["slots"]["writing"] or arena["checksums_waiting"] or tier.get("write_queue_items", 0)
+        if busy or arena["slots"] != known:
+            known, quiet_since = arena["slots"], time.monotonic()
+        if time.monotonic() > end:
+            raise ProgramError(f"{name}: stores are not done within {seconds:g} s: {stats}")
+        time.sleep(0.05)

@@ -48,9 +48,13 @@ class PodTransport:
     Such as: kubectl exec -i POD -- python -u -c.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [*command, pod_program()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, pod_program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=None if environment is None else dict(environment),
         )
         self._lock = threading.Lock()
         self._number = 0
