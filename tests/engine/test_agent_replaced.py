@@ -9,7 +9,8 @@ from pathlib import Path
 from kvpool_core import wire
 from tests.engine.answers import Loads, reference_pair, whole_blocks
 from tests.engine.conftest import fresh_prompt, settle, wait_for
-from tests.harness.engine import Answer, Engine
+from tests.harness.engine import Engine
+from tests.harness.engine_client import Answer
 from tests.harness.node import Node
 from tests.harness.processes import Program
 from tests.harness.stack import Stack
@@ -18,12 +19,12 @@ READY_SECONDS = 60.0
 
 
 def arenas_mapped(program: Program) -> list[int]:
-    """How many arenas each process of the program's session maps."""
+    """How many arenas each process of the program's group maps."""
     counts = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == program.pid:
+            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
+            if group == program.pid:
                 counts.append((process / "maps").read_text().count("kvpool-payload"))
         except OSError:  # it has ended
             continue
