@@ -1,0 +1,155 @@
+"""Whatever keeps a pod from the cache, it starts and serves, and the pod or the pool says why it has none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.installation import (
+    SYSTEM,
+    ensure_namespace,
+    helm_install,
+    helm_uninstall,
+    pool_manifest,
+    read_pool,
+    wait_pool_ready,
+)
+from tests.cluster.stub_engine import PORT, stub_files, stub_pod
+from tests.cluster.waiting import wait_for
+from tests.harness.pod_transport import PodTransport
+
+SMALL = "64Mi"
+READY_SECONDS = 60.0
+NAMESPACE = "test-opt-in"
+TRANSFER_CONFIG = '--kv-transfer-config={"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+
+
+@pytest.fixture(scope="module")
+def pool(operator: Cluster) -> Iterator[Cluster]:
+    """A Ready pool that any namespace may use."""
+    operator.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s")
+    ensure_namespace(operator, NAMESPACE)
+    operator.apply(
+        stub_files(NAMESPACE, "0.31.0"),
+        pool_manifest("chat", NAMESPACE, capacity=SMALL, allowedNamespaces={"from": "All"}),
+    )
+    wait_pool_ready(operator, "chat", NAMESPACE)
+    yield operator
+    operator.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def run(cluster: Cluster, client: PodTransport, pod: dict[str, Any]) -> Any:
+    """Create the pod, see it serve; the pod as it is."""
+    name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+    cluster.kubectl("delete", "pod", name, f"--namespace={namespace}", "--ignore-not-found")
+    cluster.apply(pod)
+    cluster.kubectl(
+        "wait", f"pod/{name}", f"--namespace={namespace}", "--for=condition=Ready", f"--timeout={READY_SECONDS:g}s"
+    )
+    found = cluster.get("pod", name, f"--namespace={namespace}")
+    reply = client.request("GET", f"http://{found['status']['podIP']}:{PORT}/v1/models")
+    assert reply.status == 200
+    return found
+
+
+def skip_reason(pod: Any) -> str:
+    return str(pod["metadata"]["annotations"].get("kvpool.io/skip-reason", ""))
+
+
+def assert_untouched(pod: Any, written: dict[str, Any]) -> None:
+    """Nothing of ours is in what is run."""
+    assert "initContainers" not in pod["spec"]
+    assert [v["name"] for v in pod["spec"]["volumes"]] == ["stub"]
+    assert pod["spec"]["containers"][0]["args"] == written["spec"]["containers"][0]["args"]
+
+
+def test_another_vllm_version_serves_and_its_log_says_why_it_has_no_cache(pool: Cluster, client: PodTransport) -> None:
+    pod = run(pool, client, stub_pod(pool, "old-version", NAMESPACE))
+    assert pod["metadata"]["annotations"]["kvpool.io/injected"] == f"{NAMESPACE}/chat"
+    log = pool.kubectl("logs", "old-version", f"--namespace={NAMESPACE}")
+    assert "0.31.0" in log
+    assert "not supported" in log
+
+
+def test_an_engine_with_a_transfer_config_of_its_own_keeps_it(pool: Cluster, client: PodTransport) -> None:
+    written = stub_pod(pool, "own-config", NAMESPACE, arguments=[TRANSFER_CONFIG], takes_connectors=True)
+    pod = run(pool, client, written)
+    assert "kv-transfer-config" in skip_reason(pod)
+    assert_untouched(pod, written)
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_a_namespace_under_pod_security_is_left_alone(
+    pool: Cluster, client: PodTransport, make_namespace: Callable[..., str], level: str
+) -> None:
+    namespace = make_namespace("secure", **{"pod-security.kubernetes.io/enforce": level})
+    pool.apply(stub_files(namespace, "0.31.0"))
+    written = stub_pod(pool, "secure", namespace, annotations={"kvpool.io/pool": f"{NAMESPACE}/chat"})
+    pod = run(pool, client, written)
+    assert level in skip_reason(pod)
+    assert_untouched(pod, written)
+
+
+def test_a_pod_that_may_land_where_the_image_is_missing_is_left_alone(pool: Cluster, client: PodTransport) -> None:
+    node, image = pool.nodes[1], pool.image("kvpool")
+    agents = pool.get("pods", f"--namespace={NAMESPACE}", "--selector=app.kubernetes.io/component=agent")["items"]
+    agent = next(a["metadata"]["name"] for a in agents if a["spec"]["nodeName"] == node)
+    pool.kubectl("patch", "kvpool", "chat", f"--namespace={NAMESPACE}", "--type=merge",
+                 '--patch={"spec":{"agent":{"imagePullPolicy":"Never"}}}')  # fmt: skip
+    wait_pool_ready(pool, "chat", NAMESPACE)
+    pool.remove_image(node, image)
+    try:
+        pool.kubectl("delete", "pod", "--selector=app.kubernetes.io/component=agent",
+                     f"--namespace={NAMESPACE}", f"--field-selector=spec.nodeName={node}")  # fmt: skip
+
+        def is_without_image() -> bool:
+            conditions = read_pool(pool, "chat", NAMESPACE)["status"]["conditions"]
+            return any(c["reason"] == "ImagePullFailed" for c in conditions)
+
+        wait_for(is_without_image, seconds=60, what=f"the pool names the missing image ({agent})")
+        written = stub_pod(pool, "no-image", NAMESPACE, node=node)
+        pod = run(pool, client, written)
+        assert image.rpartition(":")[2] in skip_reason(pod) or "image" in skip_reason(pod).lower()
+        assert_untouched(pod, written)
+    finally:
+        pool.restore_image(node, "kvpool")
+    wait_pool_ready(pool, "chat", NAMESPACE)
+
+
+@contextlib.contextmanager
+def operator_scaled_to_nothing(cluster: Cluster) -> Iterator[None]:
+    """The webhook is down: nobody answers the API server."""
+    cluster.kubectl("scale", "deployment", "--all", "--replicas=0", f"--namespace={SYSTEM}")
+    cluster.kubectl("wait", "pod", "--all", "--for=delete", f"--namespace={SYSTEM}", "--timeout=60s")
+    try:
+        yield
+    finally:
+        helm_install(cluster)
+
+
+def test_with_the_webhook_down_pods_start_and_the_pool_names_them_later(pool: Cluster, client: PodTransport) -> None:
+    with operator_scaled_to_nothing(pool):
+        written = stub_pod(pool, "missed", NAMESPACE)
+        pod = run(pool, client, written)
+        assert_untouched(pod, written)
+        assert not skip_reason(pod)
+
+    def is_counted() -> bool:
+        status = read_pool(pool, "chat", NAMESPACE)["status"]
+        return int(status["workloads"]["webhookMissed"]) >= 1
+
+    wait_for(is_counted, seconds=90, what="the missed pod in the pool's status")
+
+
+def test_without_the_operator_pods_start(pool: Cluster, client: PodTransport) -> None:
+    helm_uninstall(pool)
+    try:
+        written = stub_pod(pool, "no-operator", NAMESPACE)
+        assert_untouched(run(pool, client, written), written)
+    finally:
+        helm_install(pool)
+    wait_pool_ready(pool, "chat", NAMESPACE)
