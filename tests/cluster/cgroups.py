@@ -23,11 +23,9 @@ REAP_SECONDS = 5.0
 
 
 def hierarchies() -> list[Path]:
-    """Where cgroups are made: one folder with cgroup v2, one for each hierarchy with v1."""
-    if (_ROOT / "cgroup.controllers").exists():
-        return [_ROOT]
+    """Where cgroups are made: one folder with cgroup v2, one for each hierarchy with v1 (and runc uses a v2 beside them)."""
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    return [Path(fields[1]) for fields in mounts if fields[2] == "cgroup"]
+    return [Path(fields[1]) for fields in mounts if fields[2] in ("cgroup", "cgroup2")]
 
 
 def make(*names: str) -> None:

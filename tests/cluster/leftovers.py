@@ -10,15 +10,13 @@ import subprocess
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-_INIT = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The kinds of things, each as a set of descriptions."""
 
     processes: frozenset[str]
-    """Below this process, or with nobody above: where what a cluster leaves ends up, unlike what others on the machine do."""
+    """Below this process, or in another network: all that a cluster starts is one of both, what others do here is neither."""
     mounts: frozenset[str]
     network_namespaces: frozenset[str]
     cgroups: frozenset[str]
@@ -36,15 +34,16 @@ class Machine:
 def snapshot() -> Machine:
     """The machine now."""
     running = {int(path.name): parent for path in Path("/proc").iterdir() if (parent := _parent(path.name)) is not None}
-    ours = [pid for pid, parent in running.items() if parent == _INIT or _descends(pid, running)]
-    spaces = {space for pid in running if (space := _link(f"/proc/{pid}/ns/net")) is not None}
+    networks = {pid: space for pid in running if (space := _link(f"/proc/{pid}/ns/net")) is not None}
+    elsewhere = {pid for pid, space in networks.items() if space != networks[os.getpid()]}
+    ours = elsewhere | {pid for pid in running if _descends(pid, running)}
     return Machine(
         processes=frozenset(f"{pid} {_command(pid)}" for pid in ours),
         mounts=frozenset(
             line.split(" ", 3)[2] + " " + line.split()[4]
             for line in Path("/proc/self/mountinfo").read_text().splitlines()
         ),
-        network_namespaces=frozenset(spaces),
+        network_namespaces=frozenset(networks.values()),
         cgroups=frozenset(str(path) for path in Path("/sys/fs/cgroup").rglob("*") if path.is_dir()),
         links_and_routes=frozenset(_lines("ip", "-oneline", "link") | _lines("ip", "route", "show", "table", "all")),
         run=frozenset(str(path) for path in Path("/run").rglob("*")),

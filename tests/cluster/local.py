@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class LocalCluster:
         with owner.locked(), ThreadPoolExecutor(thread_name_prefix="cluster") as pool:
             owner.refuse_foreign(ROOT)
             pause = pool.submit(build_pause, self.cache, LOGS)
-            building = pool.submit(self._build_images)
+            building = pool.submit(self._build_images, pause)
             with stage("namespaces and network"):
                 self._lay_ground()
             serving = pool.submit(self._start_control_plane)
@@ -112,7 +112,8 @@ class LocalCluster:
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
-    def _build_images(self) -> Images:
+    def _build_images(self, pause: Future[str]) -> Images:
+        wait([pause])  # one at a time, and the nodes wait for that one
         with stage("images built"):
             return build_images(self.cache, LOGS, valkey_server=provisioned().valkey_server)
 
@@ -125,11 +126,20 @@ class LocalCluster:
             if known is not None or cgroups.pids():
                 say(f"cleaning what is left of {known.clone if known is not None else 'a cluster'}")
             owner.clean()
+            self._forget_other_programs()
             owner.take(owner.Owner(str(ROOT), str(STATE), self._version()))
             cgroups.make(*(n.name for n in NODES))
             network.start_anchors(self.processes, STATE, pause=self.programs / "pause")
             network.connect(self.processes)
         self._write_files()
+
+    def _forget_other_programs(self) -> None:
+        """An etcd reads no data of a newer one, nor a kubelet: what other programs wrote is given up, but for the images."""
+        made_with = STATE / "programs"
+        if not made_with.exists() or made_with.read_text() != self.programs.name:
+            for folder in (STATE / "etcd", *(STATE / n.name / "kubelet" for n in NODES)):
+                shutil.rmtree(folder, ignore_errors=True)
+            made_with.write_text(self.programs.name)
 
     def _write_files(self) -> None:
         pki.make_pki(self._pki)
@@ -145,9 +155,8 @@ class LocalCluster:
             self._in(LAN_ANCHOR, "etcd", control_plane.etcd(self.programs, STATE))
             self._in(LAN_ANCHOR, "kube-apiserver", control_plane.api_server(self.programs, STATE, self._pki))
             authority = self._pki / "ca.crt"
-            self.processes.wait_for(
-                "kube-apiserver", lambda: probes.api_is_ready(authority), seconds=120, what="readiness"
-            )
+            ready = partial(probes.api_is_ready, authority)
+            self.processes.wait_for(ready, *owner.CORE, seconds=120, what="the API server's readiness")
             self._in(LAN_ANCHOR, "controller-manager", control_plane.controller_manager(self.programs, self._pki))
             self._in(LAN_ANCHOR, "scheduler", control_plane.scheduler(self.programs, self._pki))
             self._in(LAN_ANCHOR, "dns", control_plane.dns(self.programs, STATE))
@@ -157,9 +166,8 @@ class LocalCluster:
         with stage(f"containerd of {n.name}"):
             name = f"containerd-{n.name}"
             self._in(n.name, name, node.containerd(n, STATE))
-            self.processes.wait_for(
-                name, lambda: runtime.is_serving(self.processes, n.name), seconds=60, what="its socket"
-            )
+            ready = partial(runtime.is_serving, self.processes, n.name)
+            self.processes.wait_for(ready, name, seconds=60, what="its socket")
 
     def _load_images(self, n: Node, images: Images) -> None:
         with stage(f"images on {n.name}"):
@@ -178,8 +186,8 @@ class LocalCluster:
         with stage("nodes Ready, names resolved"):
             for name in since:
                 ready = partial(probes.nodes_are_ready, self.kubectl, since)
-                self.processes.wait_for(f"kubelet-{name}", ready, seconds=120, what="a Ready node")
-            self.processes.wait_for("dns", probes.names_resolve, seconds=60, what="an answer")
+                self.processes.wait_for(ready, f"kubelet-{name}", seconds=120, what="a Ready node")
+            self.processes.wait_for(probes.names_resolve, "dns", seconds=60, what="an answer")
 
     def _in(self, place: str, name: str, command: list[str]) -> None:
         self.processes.ensure(name, [*network.enter(self.processes, place), *command])

@@ -49,7 +49,7 @@ def start_anchors(processes: Processes, state: Path, *, pause: Path) -> None:
         )
     for name in anchors():
         ready = partial(_is_program, processes, name, pause)
-        processes.wait_for(name, ready, seconds=20, what="its namespaces")
+        processes.wait_for(ready, name, seconds=20, what="its namespaces")
 
 
 def connect(processes: Processes) -> None:

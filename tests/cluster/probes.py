@@ -5,6 +5,7 @@ Invariant: a probe answers true or false; whatever goes wrong on the way is fals
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.client
 import json
@@ -22,13 +23,14 @@ _SECONDS = 2.0
 
 def api_is_ready(authority: Path) -> bool:
     """Whether the API server says that it serves."""
-    try:
-        trusted = ssl.create_default_context(cafile=str(authority))
-        connection = http.client.HTTPSConnection(CONTROL, API_PORT, timeout=_SECONDS, context=trusted)
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+    trusted = ssl.create_default_context(cafile=str(authority))
+    connection = http.client.HTTPSConnection(CONTROL, API_PORT, timeout=_SECONDS, context=trusted)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
 
 
 def names_resolve() -> bool:

@@ -20,6 +20,8 @@ from tests.cluster.errors import ClusterError
 
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 """Not ours: a proxy or a GOFLAGS of the user's must not reach the cluster."""
+_LAST_LINES = 12
+_LINE_CHARACTERS = 300
 _JOIN = 'echo $$ > "$0" && exec "$@"'
 
 
@@ -51,7 +53,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "processes.json"
-        self.logs = folder / "logs"
+        self._logs = folder / "logs"
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Process | None:
@@ -75,35 +77,33 @@ class Processes:
         """Nothing runs any more."""
         self._file.unlink(missing_ok=True)
 
-    def log(self, name: str) -> Path:
-        """Where a program's output is."""
-        return self.logs / f"{name}.log"
+    def _end_of_log(self, name: str) -> str:
+        log = self._log(name)
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+        return "\n    ".join([f"{log} ends:", *(line[:_LINE_CHARACTERS] for line in lines)])
 
-    def tail(self, name: str, lines: int = 15) -> str:
-        """The end of a program's output."""
-        text = self.log(name).read_text(errors="replace") if self.log(name).exists() else ""
-        return "\n".join("    " + line for line in text.splitlines()[-lines:])
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
 
-    def wait_for(self, name: str, ready: Callable[[], bool], *, seconds: float, what: str) -> None:
-        """Wait for something that a program shall do; it must not end meanwhile."""
+    def wait_for(self, ready: Callable[[], bool], *names: str, seconds: float, what: str) -> None:
+        """Wait for something that some programs shall do; none of them must end meanwhile."""
 
         def check() -> bool:
             if ready():
                 return True
-            if self.get(name) is None:
-                raise ClusterError(
-                    f"{name} ended while {what} was waited for. {self.log(name)} ends:\n{self.tail(name)}"
-                )
+            for name in names:
+                if self.get(name) is None:
+                    raise ClusterError(f"{name} ended while {what} was waited for. {self._end_of_log(name)}")
             return False
 
         try:
             wait_until(check, seconds=seconds, what=what)
         except TimeoutError as error:
-            raise ClusterError(f"{name}: {error}. {self.log(name)} ends:\n{self.tail(name)}") from error
+            raise ClusterError(f"{error}. {self._end_of_log(names[-1])}") from error
 
     def _start(self, name: str, command: Sequence[str | Path]) -> Process:
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = str(self.log(name))
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = str(self._log(name))
         arguments = ["sh", "-c", _JOIN, str(cgroups.system_procs()), *map(str, command)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         pid = os.posix_spawn(
@@ -119,7 +119,7 @@ class Processes:
         )
         process = process_of(pid)
         if process is None:
-            raise ClusterError(f"{name} ended at once. {log} ends:\n{self.tail(name)}")
+            raise ClusterError(f"{name} ended at once. {self._end_of_log(name)}")
         with self._lock:
             self._write(self._read() | {name: process})
         return process
