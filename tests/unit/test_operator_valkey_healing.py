@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvpool_operator.valkey.commands import Pod
+from kvpool_operator.valkey.members import SeenPod
 from kvpool_operator.valkey.shares import quota
 from kvpool_operator.valkey.slots import ALL
 from kvpool_operator.valkey.topology import Plan, plan, replicas_needed
@@ -141,12 +142,26 @@ class ManagedCluster(RuleBasedStateMachine):
         self._step()
         self.bus.gossip()
 
-    def _plan(self) -> Plan:
-        return plan([self.bus.look(pod) for pod in self.pods.values()], self.shards)
+    @rule()
+    def operator_looks_while_slots_move(self) -> None:
+        self._step(moving=True)
 
-    def _step(self, cut: int | None = None) -> Plan:
-        seen = [self.bus.look(pod) for pod in self.pods.values()]
+    def _look(self, *, moving: bool = False) -> list[SeenPod]:
+        """moving: time passes between the first half of the pods and the second."""
+        pods = sorted(self.pods.values(), key=lambda pod: pod.uid)
+        half = len(pods) // 2
+        first = [self.bus.look(pod) for pod in pods[:half]]
+        if moving:
+            self.bus.gossip()
+        return first + [self.bus.look(pod) for pod in pods[half:]]
+
+    def _step(self, cut: int | None = None, *, moving: bool = False) -> Plan:
+        seen = self._look(moving=moving)
         planned = plan(seen, self.shards)
+        if planned.disputed:
+            self.bus.gossip()
+            seen = self._look()
+            planned = plan(seen, self.shards, confirmed=planned.disputed)
         failed: type | None = None
         for command in planned.commands[:cut]:
             if failed not in (None, type(command)):
@@ -161,7 +176,7 @@ class ManagedCluster(RuleBasedStateMachine):
     def _settle(self) -> None:
         plans: list[Plan] = []
         for _ in range(ROUNDS):
-            plans.append(self._step())
+            plans.append(self._step(moving=len(plans) % 2 == 0))
             self.bus.gossip()
             if plans[-2:] == [Plan(), Plan()]:
                 break
@@ -184,7 +199,7 @@ class ManagedCluster(RuleBasedStateMachine):
         assert all(set(node.peers) <= ids for node in self.bus.running.values())
         for _ in range(3):
             self.bus.gossip()
-            assert self._plan() == Plan()
+            assert plan(self._look(), self.shards) == Plan()
 
 
 TestManagedCluster = ManagedCluster.TestCase

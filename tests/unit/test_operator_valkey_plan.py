@@ -164,7 +164,7 @@ def test_claim_that_somebody_does_not_believe_is_asserted_by_the_one_with_preced
     ]
 
 
-def test_slots_on_their_way_while_the_nodes_were_asked_stay_with_their_new_owner() -> None:
+def test_slots_on_their_way_while_the_nodes_were_asked_are_looked_at_twice() -> None:
     moved = mask_of([(0, 99)])
     one, two, three = cluster(3)
     assert one.view is not None
@@ -175,7 +175,9 @@ def test_slots_on_their_way_while_the_nodes_were_asked_stay_with_their_new_owner
             replace(peer, slots=peer.slots | moved) if peer.node_id == "id-1" else peer for peer in one.view.peers
         ),
     )
-    assert plan([given_away, two, three], 3).commands == (Claim(pod(1), moved, released=moved),)
+    first = plan([given_away, two, three], 3)
+    assert (first.commands, first.disputed, reasons(first)) == ((), moved, ["ClusterSettling"])
+    assert plan([given_away, two, three], 3, confirmed=moved).commands == (Claim(pod(0), moved, released=moved),)
     assert served(members_of([given_away, two, three])) == ALL
 
 

@@ -46,7 +46,9 @@ def look(pod: Pod, access: Access) -> SeenPod:
         return SeenPod(pod, None, Waiting(UNAUTHENTICATED, f"{error}; {remedy}"))
     except ValkeyUnreachableError as error:
         return SeenPod(pod, None, Waiting(UNREACHABLE, str(error)))
-    except (ValkeyRefusedError, ValkeyReplyError) as error:
+    except ValkeyReplyError as error:
+        return SeenPod(pod, None, Waiting(REFUSED, str(error)))
+    except ValkeyRefusedError as error:
         return SeenPod(pod, None, Waiting(REFUSED, f"{error}; the managed Valkey's image must be Valkey 9.0 or later"))
 
 

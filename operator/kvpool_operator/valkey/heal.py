@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ __all__ = ["HealResult", "Pod", "Waiting", "step"]
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 32
+SECOND_LOOK_SECONDS = 0.3
+"""Much longer than a slot's new owner takes to know that it is."""
 INTERRUPTED = "HealingInterrupted"
 NEWS = (Reset, Forget, Claim, Migrate)
 """What is worth an Event."""
@@ -67,6 +70,10 @@ def step(
     ) as threads:
         seen = list(threads.map(lambda pod: look(pod, access), here))
         planned = plan(seen, shards, patience_seconds=patience_seconds)
+        if planned.disputed:
+            time.sleep(SECOND_LOOK_SECONDS)
+            seen = list(threads.map(lambda pod: look(pod, access), here))
+            planned = plan(seen, shards, patience_seconds=patience_seconds, confirmed=planned.disputed)
         done, problem = _carry_out(planned.commands, access, threads)
     for command in done:
         logger.info("valkey healing: pod=%s %s", command.pod.name, command)

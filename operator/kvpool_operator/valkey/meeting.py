@@ -52,14 +52,11 @@ def is_agreed(members: Sequence[Member]) -> bool:
     )
 
 
-def believed_slots(member: Member, members: Sequence[Member]) -> int:
-    """What the others give to this member."""
-    return union(peer.slots for other in members for peer in other.view.peers if peer.node_id == member.view.node_id)
-
-
 def served(members: Sequence[Member]) -> int:
     """Slots that a member has, or that another says it has: the views are not of one instant, and slots move between."""
-    return union(member.view.slots | believed_slots(member, members) for member in members)
+    ids = {member.view.node_id for member in members}
+    believed = (peer.slots for member in members for peer in member.view.peers if peer.node_id in ids)
+    return union(member.view.slots for member in members) | union(believed)
 
 
 def _groups(members: Sequence[Member]) -> list[list[Member]]:

@@ -6,8 +6,8 @@ stranger, or a handshake that has no id yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvpool_operator.valkey.commands import Pod
 from kvpool_operator.valkey.slots import ALL
@@ -36,10 +36,11 @@ class SeenPod:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node that answers and is a primary."""
+    """A node that answers and is a primary. known: its peers by node id."""
 
     pod: Pod
     view: NodeView
+    known: Mapping[str, Peer] = field(compare=False)
 
     @property
     def precedence(self) -> tuple[int, int]:
@@ -48,7 +49,7 @@ class Member:
 
     def peer(self, other: Member) -> Peer | None:
         """What this member knows of another."""
-        return next((peer for peer in self.view.peers if peer.node_id == other.view.node_id), None)
+        return self.known.get(other.view.node_id)
 
     def reaches(self, other: Member) -> bool:
         """Whether this member knows another, at its present address."""
@@ -71,7 +72,11 @@ class Stranger:
 
 def members_of(seen: Iterable[SeenPod]) -> list[Member]:
     """By ordinal."""
-    found = [Member(one.pod, one.view) for one in seen if one.view is not None and not one.view.is_replica]
+    found = [
+        Member(one.pod, one.view, {peer.node_id: peer for peer in one.view.peers})
+        for one in seen
+        if one.view is not None and not one.view.is_replica
+    ]
     return sorted(found, key=lambda member: member.pod.ordinal)
 
 

@@ -30,6 +30,8 @@ def ranges_of(mask: int) -> Ranges:
 
 def lowest(mask: int, count: int) -> int:
     """The `count` lowest slots of a mask; all of it when it has fewer."""
+    if count <= 0 or count >= mask.bit_count():
+        return mask if count > 0 else 0
     taken = 0
     for first, last in ranges_of(mask):
         if count <= 0:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool_operator.valkey.commands import Claim, Command, Forget, Migrate, Pod, Reset, Stabilize
-from kvpool_operator.valkey.meeting import believed_slots, is_agreed, plan_assertions, plan_meetings
+from kvpool_operator.valkey.meeting import is_agreed, plan_assertions, plan_meetings, served
 from kvpool_operator.valkey.members import (
     PATIENCE_SECONDS,
     Member,
@@ -42,14 +42,19 @@ FORMING, MISSING, HEALING, SETTLING, MOVING = (
 class Plan:
     """commands: in this order; those of one kind may run at once, and a failure ends the plan after its kind.
 
-    waiting: why the cluster is not settled; empty together with `commands`: all is well.
+    waiting: why the cluster is not settled; empty together with `commands`: all is well. disputed: slots that nobody says to have,
+    but somebody says that another member has. They may just have moved while the nodes were asked one after the other, so
+    they are given away only when they are `confirmed`: still disputed in a second look.
     """
 
     commands: tuple[Command, ...] = ()
     waiting: tuple[Waiting, ...] = ()
+    disputed: int = 0
 
 
-def plan(seen: Sequence[SeenPod], shards: int, *, patience_seconds: float = PATIENCE_SECONDS) -> Plan:
+def plan(
+    seen: Sequence[SeenPod], shards: int, *, patience_seconds: float = PATIENCE_SECONDS, confirmed: int = 0
+) -> Plan:
     """What to do now. seen: every pod that exists and is not terminating, also those beyond `shards`."""
     members = members_of(seen)
     strangers = strangers_of(seen)
@@ -64,20 +69,23 @@ def plan(seen: Sequence[SeenPod], shards: int, *, patience_seconds: float = PATI
             f"{len(members)} of {shards} pods answer; the cluster is formed when all do, or in {patience_seconds:g} s"
         )
         return Plan(tuple(resets), (*absent, Waiting(FORMING, message)))
+    unowned = ALL & ~covered(members) & ~union(stranger.slots for stranger in kept)
+    disputed = unowned & served(members) & ~confirmed
     mending: list[Command] = [
         *resets,
         *_forgets(members, gone),
         *(Stabilize(member.pod, member.view.open_slots) for member in members if member.view.open_slots),
-        *_claims(members, gone, kept, shards),
+        *_claims(members, gone, unowned & ~disputed, shards),
         *plan_meetings(members),
         *plan_assertions(members),
     ]
     if mending:
         missing = ALL & ~covered(members)
         doing = f"{describe(missing)} have no shard" if missing else "not all shards know of each other"
-        return Plan(tuple(mending), (*absent, Waiting(HEALING, doing)))
+        return Plan(tuple(mending), (*absent, Waiting(HEALING, doing)), disputed)
     if not is_agreed(members):
-        return Plan((), (*absent, Waiting(SETTLING, "the shards are telling each other who has which slots")))
+        settling = Waiting(SETTLING, "the shards are telling each other who has which slots")
+        return Plan((), (*absent, settling), disputed)
     return _moves(members, kept, absent, shards)
 
 
@@ -114,20 +122,10 @@ def _forgets(members: Sequence[Member], gone: Sequence[Stranger]) -> list[Forget
     return [Forget(pod, node_ids) for pod, node_ids in known.items() if node_ids]
 
 
-def _claims(members: Sequence[Member], gone: Sequence[Stranger], kept: Sequence[Stranger], shards: int) -> list[Claim]:
-    """Slots that nobody has go to whom the others believe to have them, else to those that have the fewest."""
-    unowned = ALL & ~covered(members) & ~union(stranger.slots for stranger in kept)
-    given: dict[int, int] = {}
-    for member in members:
-        if believed := believed_slots(member, members) & unowned:
-            given[member.pod.ordinal] = believed
-            unowned &= ~believed
+def _claims(members: Sequence[Member], gone: Sequence[Stranger], unowned: int, shards: int) -> list[Claim]:
+    """Slots that nobody has go to those that have the fewest."""
     takers = [member for member in members if member.pod.ordinal < shards] or members
-    counts = {
-        member.pod.ordinal: (member.view.slots | given.get(member.pod.ordinal, 0)).bit_count() for member in takers
-    }
-    for ordinal, slots in share_out(unowned, counts, shards).items():
-        given[ordinal] = given.get(ordinal, 0) | slots
+    given = share_out(unowned, {member.pod.ordinal: member.view.slots.bit_count() for member in takers}, shards)
     epoch = _highest_epoch(members)
     forgotten = {stranger.node_id for stranger in gone}
     claims: list[Claim] = []

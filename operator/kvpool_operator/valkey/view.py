@@ -5,6 +5,7 @@ Pure. Invariant: a view is a whole: it is made from the replies of one round tri
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ def parse_view(
         ) from error
 
 
+@functools.lru_cache(maxsize=4096)
 def normal_host(host: str) -> str:
     """An address in one spelling, so that Kubernetes' and Valkey's can be compared."""
     try:
