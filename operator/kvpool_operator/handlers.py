@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -86,9 +86,12 @@ def _handler(kind: str, poke: Poke) -> Callable[..., Any]:
     return handle
 
 
-def watch(poke: Poke, *, namespaces: tuple[str, ...], stop: threading.Event, ready: threading.Event) -> None:
+def watch(
+    poke: Poke, *, identity: str, namespaces: tuple[str, ...], stop: threading.Event, ready: threading.Event
+) -> None:
     """Watch until `stop`; for a thread of its own. `ready` is set once kopf runs. Raises what ended it otherwise."""
     operator = kopf.operator(
+        identity=cast(Any, identity),  # else kopf asks for the user's name, which an arbitrary uid has not
         registry=build_registry(poke),
         settings=build_settings(),
         standalone=True,
