@@ -125,6 +125,7 @@ class Operator:
     def _watch(self) -> None:
         handlers.watch(
             self._poke,
+            identity=self._settings.identity,
             namespaces=self._settings.watched_namespaces,
             stop=self._stop_watching,
             ready=self._watching,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import kopf
 
@@ -37,6 +38,16 @@ SELECTORS = {
 """What is watched, by label; "" = all of the kind."""
 
 
+class Patience:
+    """Pauses between attempts to reach the API server, without end: a new process would not reach it sooner."""
+
+    def __iter__(self) -> Iterator[float]:
+        """Seconds."""
+        yield from (1, 1, 2, 3, 5)
+        while True:
+            yield 8 + 4 * random.random()
+
+
 def build_settings() -> kopf.OperatorSettings:
     """kopf's settings for watching and nothing else."""
     settings = kopf.OperatorSettings()
@@ -47,6 +58,7 @@ def build_settings() -> kopf.OperatorSettings:
     settings.watching.connect_timeout = CONNECT_SECONDS
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = CONNECT_SECONDS
+    settings.networking.error_backoffs = Patience()
     settings.process.ultimate_exiting_timeout = None
     for kind, labels in SELECTORS.items():
         if labels:
@@ -74,9 +86,12 @@ def _handler(kind: str, poke: Poke) -> Callable[..., Any]:
     return handle
 
 
-def watch(poke: Poke, *, namespaces: tuple[str, ...], stop: threading.Event, ready: threading.Event) -> None:
+def watch(
+    poke: Poke, *, identity: str, namespaces: tuple[str, ...], stop: threading.Event, ready: threading.Event
+) -> None:
     """Watch until `stop`; for a thread of its own. `ready` is set once kopf runs. Raises what ended it otherwise."""
     operator = kopf.operator(
+        identity=cast(Any, identity),  # else kopf asks for the user's name, which an arbitrary uid has not
         registry=build_registry(poke),
         settings=build_settings(),
         standalone=True,

@@ -43,5 +43,6 @@ def set_up_logging(level: str, always: Mapping[str, str]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for library in ("kopf", "uvicorn", "urllib3", "kubernetes", "asyncio"):
+    for library in ("kopf", "uvicorn", "kubernetes", "asyncio"):
         logging.getLogger(library).setLevel(max(logging.WARNING, logging.getLevelName(level)))
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # what it says of retries comes again as our own error
