@@ -5,6 +5,7 @@ Invariant: nothing of it is left when it ends, however it ends, but its storage.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,17 @@ class Buildah:
 
     def load(self, reference: str) -> None:
         """Have an image from the store, unless it is there."""
-        if not self._has(reference):
-            self._run("pull", f"oci:{self._store}:{reference}", what=f"loading {reference}")
-            pulled = f"localhost{self._store}:{reference}"
-            self._run("tag", pulled, reference, what=f"naming {reference}")
+        if self._has(reference):
+            return
+        link = Path(tempfile.gettempdir()) / f"kvpool-images-{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._store)
+        try:  # it is named after the path it comes from, in which no part may begin with a dot
+            self._run("pull", f"oci:{link}:{reference}", what=f"loading {reference}")
+            self._run("tag", f"localhost{link}:latest", reference, what=f"naming {reference}")
+            self._run("rmi", f"localhost{link}:latest", what=f"naming {reference}")
+        finally:
+            link.unlink()
 
     def save(self, reference: str) -> None:
         """Put an image into the store."""
