@@ -94,9 +94,11 @@ ENGINE_LEFT_OUT := torchvision torchaudio torchcodec intel-openmp triton cuda-bi
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --no-annotate --generate-hashes --custom-compile-command "make lock" --python-version 3.11
 
 .PHONY: lock
-lock: venv ## Resolve requirements-{dev,image,engine}.txt anew
+lock: venv ## Resolve requirements-{dev,image,build,engine}.txt anew
 	$(LOCK) --universal --extra dev --no-emit-package kvpool pyproject.toml --output-file requirements-dev.txt
 	$(LOCK) --universal --extra agent --extra operator --no-emit-package kvpool pyproject.toml --output-file requirements-image.txt
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' > .kvpool/build.in
+	$(LOCK) --universal .kvpool/build.in --output-file requirements-build.txt
 	@printf '%s\n' $(ENGINE) > .kvpool/engine.in
 	@printf '%s\n' $(ENGINE_OVERRIDES) > .kvpool/engine-overrides.txt
 	@printf '%s\n' $(ENGINE_LEFT_OUT) > .kvpool/engine-left-out.txt
