@@ -1,0 +1,118 @@
+"""`kvpool-pre-delete`: what the chart runs before it is uninstalled.
+
+Stops the operator, waits until its pods are gone, then takes the operator's finalizer off every pool, so that pools and
+namespaces can be deleted when nobody is there any more to do it. Invariant: it ends within TOTAL_SECONDS, whatever is
+missing, and removes no finalizer but ours; exit status 0 means that no pool has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool_core.errors import KVPoolError
+from kvpool_operator.names import FINALIZER
+
+TOTAL_SECONDS = 120.0
+"""Well below the Job's activeDeadlineSeconds, which also counts pulling the image, and that below Helm's 5 minutes."""
+STOP_SECONDS = 45.0
+"""How long the operator's pods may take to go: their grace period and some. A pod on a lost node never goes; then on without it."""
+PAUSE_SECONDS = 1.0
+"""Between two looks."""
+
+log = logging.getLogger("kvpool.pre_delete")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPool:
+    """A pool and its finalizers, as they were read."""
+
+    namespace: str
+    name: str
+    finalizers: tuple[str, ...]
+    resource_version: str
+
+
+class Cluster(Protocol):
+    """The API server's part in this. What is missing is no error; any KVPoolError is tried again."""
+
+    def scale_to_zero(self, namespace: str, deployment: str) -> bool:
+        """False: there is no such Deployment."""
+
+    def count_pods(self, namespace: str, selector: str) -> int:
+        """Pods that exist, those that are ending included."""
+
+    def list_pools(self) -> Sequence[HeldPool]:
+        """Pools of all namespaces; none when the CRD is missing."""
+
+    def set_finalizers(self, pool: HeldPool, finalizers: Sequence[str]) -> None:
+        """Replace the finalizers, if the pool is still as it was read; nothing happens when it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What is to be stopped."""
+
+    namespace: str
+    deployment: str
+    selector: str
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as an argument."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def without_ours(finalizers: Sequence[str]) -> tuple[str, ...]:
+    """The finalizers that are somebody else's."""
+    return tuple(finalizer for finalizer in finalizers if finalizer != FINALIZER)
+
+
+def release_pools(cluster: Cluster, operator: Operator, clock: Clock) -> str:
+    """Stop the operator, then release every pool. What is not done after TOTAL_SECONDS; "" = all is done."""
+    started = clock.now()
+    if running := _repeat(lambda: _stop(cluster, operator), clock, until=started + STOP_SECONDS):
+        log.warning("going on although %s", running)
+    return _repeat(lambda: _release(cluster), clock, until=started + TOTAL_SECONDS)
+
+
+def _repeat(step: Callable[[], str], clock: Clock, *, until: float) -> str:
+    """`step` again and again until it has nothing more to say, or the time is over: then what it said last."""
+    while True:
+        try:
+            problem = step()
+        except KVPoolError as error:
+            problem = str(error)
+        if not problem or clock.now() >= until:
+            return problem
+        clock.sleep(PAUSE_SECONDS)
+
+
+def _stop(cluster: Cluster, operator: Operator) -> str:
+    if not cluster.scale_to_zero(operator.namespace, operator.deployment):
+        log.info("there is no Deployment %s/%s", operator.namespace, operator.deployment)
+    pods = cluster.count_pods(operator.namespace, operator.selector)
+    return f"{pods} pods of the operator are still there" if pods else ""
+
+
+def _release(cluster: Cluster) -> str:
+    """One look at all pools; done when a look finds none that is held."""
+    problems = [_release_one(cluster, pool) for pool in cluster.list_pools() if FINALIZER in pool.finalizers]
+    return "; ".join(problems)
+
+
+def _release_one(cluster: Cluster, pool: HeldPool) -> str:
+    try:
+        cluster.set_finalizers(pool, without_ours(pool.finalizers))
+    except KVPoolError as error:
+        return f"KVCachePool {pool.namespace}/{pool.name} has still the finalizer {FINALIZER}: {error}"
+    log.info("released KVCachePool %s/%s", pool.namespace, pool.name)
+    return f"KVCachePool {pool.namespace}/{pool.name} was released and not looked at again"
