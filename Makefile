@@ -51,11 +51,12 @@ bench: provision ## Run every script in bench/ and print its figures
 	@shopt -s nullglob; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 .PHONY: lint
-lint: venv ## ruff, mypy (strict), import rules
+lint: venv ## ruff, mypy (strict), import rules, the chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --cache-dir .kvpool/cache/import-linter
+	$(BIN)/python -m tools.lint_chart
 
 .PHONY: format
 format: venv ## Let ruff format and fix what it can
@@ -63,14 +64,15 @@ format: venv ## Let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 
 .PHONY: generate
-generate: venv ## Write every generated file anew: docs/{configuration,metrics,api}.md, crds/, golden pods of the webhook
+generate: venv ## Write every generated file anew: docs/{configuration,metrics,api}.md, crds/, the chart's CRD, golden pods of the webhook
 	$(BIN)/python tools/generate_configuration_docs.py
 	$(BIN)/python tools/generate_metrics_docs.py
 	$(BIN)/python -m tools.generate_crd
+	$(BIN)/python -m tools.generate_chart_crd
 	$(BIN)/python -m tools.generate_api_docs
 	$(BIN)/python tools/generate_webhook_golden.py
 
-GENERATED := docs/configuration.md docs/metrics.md docs/api.md crds tests/unit/kserve_pods/golden
+GENERATED := docs/configuration.md docs/metrics.md docs/api.md crds charts/kvpool/templates/crd.yaml tests/unit/kserve_pods/golden
 
 .PHONY: verify
 verify: generate ## Fail when a generated file differs from what is committed

@@ -21,7 +21,7 @@ from kvpool_operator.names import FINALIZER
 TOTAL_SECONDS = 120.0
 """Well below the Job's activeDeadlineSeconds, which also counts pulling the image, and that below Helm's 5 minutes."""
 STOP_SECONDS = 45.0
-"""How long the operator's pods may take to go: their grace period and some. A pod on a lost node never goes; then on without it."""
+"""How long the operator's pods may take to go: their grace period and some. One on a lost node never goes: on without it."""
 PAUSE_SECONDS = 1.0
 """Between two looks."""
 
