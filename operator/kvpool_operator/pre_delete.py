@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool_core.errors import KVPoolError
-from kvpool_operator.names import FINALIZER
+from kvpool_operator.fence import OpenFence
+from kvpool_operator.kube import Kube, connect
+from kvpool_operator.kube_errors import NotFoundError
+from kvpool_operator.names import FINALIZER, KIND, Manifest
 
 TOTAL_SECONDS = 120.0
 """Well below the Job's activeDeadlineSeconds, which also counts pulling the image, and that below Helm's 5 minutes."""
@@ -116,3 +119,70 @@ def _release_one(cluster: Cluster, pool: HeldPool) -> str:
         return f"KVCachePool {pool.namespace}/{pool.name} has still the finalizer {FINALIZER}: {error}"
     log.info("released KVCachePool %s/%s", pool.namespace, pool.name)
     return f"KVCachePool {pool.namespace}/{pool.name} was released and not looked at again"
+
+
+class ApiServer:
+    """`Cluster` by requests."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    def scale_to_zero(self, namespace: str, deployment: str) -> bool:
+        """As in `Cluster`."""
+        try:
+            self._kube.merge("Deployment", namespace, deployment, {"spec": {"replicas": 0}})
+        except NotFoundError:
+            return False
+        return True
+
+    def count_pods(self, namespace: str, selector: str) -> int:
+        """As in `Cluster`."""
+        return sum(1 for _ in self._kube.list_all("Pod", namespace=namespace, labels=selector))
+
+    def list_pools(self) -> Sequence[HeldPool]:
+        """As in `Cluster`."""
+        try:
+            return [_held_pool(pool["metadata"]) for pool in self._kube.list_all(KIND)]
+        except NotFoundError:
+            return []
+
+    def set_finalizers(self, pool: HeldPool, finalizers: Sequence[str]) -> None:
+        """As in `Cluster`."""
+        changed = {"resourceVersion": pool.resource_version, "finalizers": list(finalizers)}
+        try:
+            self._kube.merge(KIND, pool.namespace, pool.name, {"metadata": changed})
+        except NotFoundError:
+            log.info("KVCachePool %s/%s is gone", pool.namespace, pool.name)
+
+
+def _held_pool(metadata: Manifest) -> HeldPool:
+    return HeldPool(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        finalizers=tuple(metadata.get("finalizers") or ()),
+        resource_version=metadata["resourceVersion"],
+    )
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run the hook; the exit status. `command_line` None: the process's own."""
+    parser = argparse.ArgumentParser(prog="kvpool-pre-delete", description="Lets pools go before the chart is removed.")
+    parser.add_argument("--namespace", required=True, help="the operator's namespace")
+    parser.add_argument("--deployment", required=True, help="the operator's Deployment")
+    parser.add_argument("--selector", required=True, help="label selector of the operator's pods")
+    arguments = parser.parse_args(command_line)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    operator = Operator(arguments.namespace, arguments.deployment, arguments.selector)
+    try:
+        left = release_pools(ApiServer(Kube(connect(), OpenFence())), operator, Clock())
+    except KVPoolError as error:
+        left = str(error)
+    if left:
+        log.error("not done: %s", left)
+        return 1
+    log.info("no pool has the finalizer %s", FINALIZER)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -43,7 +51,7 @@ class FakeCluster:
     pods: int = 0
     replicas: int = 2
     refusals: int = 0
-    tick: Callable[[FakeCluster], None] = lambda cluster: None
+    tick: Callable[[FakeCluster], None] | None = None
     calls: list[str] = field(default_factory=list)
 
     def scale_to_zero(self, namespace: str, deployment: str) -> bool:
@@ -54,7 +62,8 @@ class FakeCluster:
 
     def count_pods(self, namespace: str, selector: str) -> int:
         assert (namespace, selector) == (OPERATOR.namespace, OPERATOR.selector)
-        self.tick(self)
+        if self.tick is not None:
+            self.tick(self)
         return self.pods
 
     def list_pools(self) -> Sequence[HeldPool]:
@@ -150,3 +159,93 @@ def test_a_released_pool_is_looked_at_once_more(finalizers: tuple[str, ...]) -> 
     release_pools(cluster, OPERATOR, FakeTime().clock())
 
     assert cluster.calls[-1] == "list"
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """An API server with one pool that is held, a Deployment and no pods."""
+
+    pools: ClassVar[list[dict[str, Any]]] = []
+    requests: ClassVar[list[tuple[str, str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_PATCH(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Say nothing."""
+
+    def _answer(self, body: Any) -> None:
+        path = self.path.partition("?")[0]
+        self.requests.append((self.command, path, body))
+        answers = {
+            "/apis/kvpool.io/v1alpha1/kvcachepools": {"items": self.pools},
+            "/api/v1/namespaces/kvpool-system/pods": {"items": []},
+        }
+        if path.endswith("/kvcachepools/chat"):
+            self.pools[0]["metadata"]["finalizers"] = body["metadata"]["finalizers"]
+        data = json.dumps(answers.get(path, {})).encode()
+        is_missing = path.endswith("/deployments/kvpool-operator") or (not self.pools and "kvpool.io" in path)
+        self.send_response(404 if is_missing else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def api_server(tmp_path: Path) -> Iterator[type[Scripted]]:
+    """A server on loopback, and a kubeconfig that names it."""
+    Scripted.pools, Scripted.requests = [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    thread = threading.Thread(target=server.serve_forever, name="api-server")
+    thread.start()
+    kubeconfig = {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "users": [{"name": "me", "user": {"token": "t"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(kubeconfig))
+    yield Scripted
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(folder: Path) -> int:
+    """The exit status of the command, as the Job runs it."""
+    options = ["--namespace=kvpool-system", "--deployment=kvpool-operator", "--selector=a=b"]
+    environment = {**os.environ, "KUBECONFIG": str(folder / "kubeconfig"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "kvpool_operator.pre_delete", *options]
+    return subprocess.run(command, env=environment, timeout=50, check=False).returncode
+
+
+def test_command_patches_what_it_read_and_nothing_else(api_server: type[Scripted], tmp_path: Path) -> None:
+    api_server.pools = [
+        {
+            "metadata": {
+                "namespace": "inference",
+                "name": "chat",
+                "resourceVersion": "7",
+                "finalizers": [OTHERS, FINALIZER],
+            }
+        }
+    ]
+
+    assert run(tmp_path) == 0
+
+    patches = [(path, body) for method, path, body in api_server.requests if method == "PATCH"]
+    assert patches == [
+        ("/apis/apps/v1/namespaces/kvpool-system/deployments/kvpool-operator", {"spec": {"replicas": 0}}),
+        (
+            "/apis/kvpool.io/v1alpha1/namespaces/inference/kvcachepools/chat",
+            {"metadata": {"resourceVersion": "7", "finalizers": [OTHERS]}},
+        ),
+    ]
+
+
+def test_command_ends_well_when_deployment_and_crd_are_missing(api_server: type[Scripted], tmp_path: Path) -> None:
+    assert run(tmp_path) == 0
+
+    assert api_server.requests[-1][1] == "/apis/kvpool.io/v1alpha1/kvcachepools"
