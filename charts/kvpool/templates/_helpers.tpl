@@ -91,9 +91,9 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Annotations of the pre-delete hook's objects; argument: the weight. */}}
+{{/* Annotations of the pre-delete hook's objects; argument: the weight. One that failed stays, for its log. */}}
 {{- define "kvpool.preDeleteAnnotations" -}}
 helm.sh/hook: pre-delete
 helm.sh/hook-weight: {{ . | quote }}
-helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded,hook-failed
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
