@@ -19,6 +19,7 @@ from kvpool_core.errors import KVPoolError
 from kvpool_operator.fence import OpenFence
 from kvpool_operator.kube import Kube, connect
 from kvpool_operator.kube_errors import NotFoundError
+from kvpool_operator.logs import set_up_logging
 from kvpool_operator.names import FINALIZER, KIND, Manifest
 
 TOTAL_SECONDS = 120.0
@@ -171,7 +172,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--deployment", required=True, help="the operator's Deployment")
     parser.add_argument("--selector", required=True, help="label selector of the operator's pods")
     arguments = parser.parse_args(command_line)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    set_up_logging("INFO", {"component": "pre-delete"})
     operator = Operator(arguments.namespace, arguments.deployment, arguments.selector)
     try:
         left = release_pools(ApiServer(Kube(connect(), OpenFence())), operator, Clock())
