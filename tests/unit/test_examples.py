@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpool_operator.webhook.engine_checks import ENGINE_CHECKS
+from kvpool_operator.webhook.engine_command import Engine, find_engine
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -33,6 +36,18 @@ def test_a_workload_names_the_pool_of_its_namespace(name: str) -> None:
     assert workload["metadata"]["namespace"] == pool["metadata"]["namespace"]
     assert meta["labels"]["kvpool.io/inject"] == "true"
     assert meta["annotations"]["kvpool.io/pool"] == pool["metadata"]["name"]
+
+
+@pytest.mark.parametrize(("name", "port"), [("deployment.yaml", 8000), ("inferenceservice.yaml", 8080)])
+def test_the_webhook_knows_the_engine_in_it(name: str, port: int) -> None:
+    spec = example(name)["spec"]
+    pod = {"metadata": {}, "spec": spec["predictor"] if "predictor" in spec else spec["template"]["spec"]}
+
+    engine = find_engine(pod)
+
+    assert isinstance(engine, Engine)
+    assert engine.port == port
+    assert [skip for check in ENGINE_CHECKS if (skip := check(engine))] == []
 
 
 def test_a_deployment_selects_its_own_pods() -> None:
