@@ -26,7 +26,7 @@ HEADER = """# Configuration reference
 <!-- Written by `make generate` from the code that reads the files; edit that. -->
 
 Agent and router each read one YAML file, checked whole at start: an unknown key or a wrong value ends the program with exit
-status 2 and a message that names the key and the remedy. `--check` only checks. The operator will write exactly these files.
+status 2 and a message that names the key and the remedy. `--check` only checks. On Kubernetes the operator writes these files.
 """
 
 
