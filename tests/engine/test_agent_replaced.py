@@ -9,7 +9,8 @@ from pathlib import Path
 from kvpool_core import wire
 from tests.engine.answers import Loads, reference_pair, whole_blocks
 from tests.engine.conftest import fresh_prompt, settle, wait_for
-from tests.harness.engine import Answer, Engine
+from tests.harness.engine import Engine
+from tests.harness.engine_client import Answer
 from tests.harness.node import Node
 from tests.harness.processes import Program
 from tests.harness.stack import Stack
