@@ -33,6 +33,7 @@ class RoomKeeper:
         """Return when a new arena may be made; kept_bytes: pages of another arena that the holder frees for it."""
         needed = needed_bytes(self.wish.capacity_bytes, self.wish.huge_page_bytes, kept_bytes=kept_bytes)
         has_former = bool(self.last.read())
+        self.server.stand_by(kept_arena=b"", reason="there will be a new arena")
         told = ""
         while True:
             mappers = self._mappers()

@@ -131,7 +131,7 @@ class Server:
                 session.connection.close()
 
     def close(self) -> None:
-        """Accept no more and close what is open."""
+        """Accept no more and close what is open; may be called again."""
         self._loop.remove_reader(self._listener.socket)
         for guest in list(self._guests):
             guest.close()

@@ -111,6 +111,7 @@ async def _serve_engines(
             group.create_task(_watch_tier(agent), name="valkey state")
             group.create_task(agent.run(), name="agent")
     finally:
+        server.close()
         await agent.stop(STOP_SECONDS)
 
 

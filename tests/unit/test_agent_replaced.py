@@ -93,7 +93,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture
 def worker(node: Node) -> Iterator[Worker]:
     connected = Worker(node)
-    wait_for(lambda: connected.copier.registered, "the arena")
+    wait_for(lambda: connected.link.connected and connected.copier.registered, "the arena")
     yield connected
     connected.close()
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_agent import pod_identity
+from kvpool_core import wire
 from kvpool_router.reasons import ALL_REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,9 +128,10 @@ def test_unit_tests_cannot_leave_this_machine() -> None:
 def test_every_route_reason_and_refusal_code_has_a_troubleshooting_entry() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     sources = [path.read_text() for path in (ROOT / "agent" / "kvpool_agent").glob("*.py")]
-    codes = {
-        code for source in sources for code in re.findall(r'"((?:[A-Z][a-z]+){2,})", (?:str\(|f"|problem)', source)
-    }
+    codes = {pod_identity.TOKEN_MISSING, pod_identity.TOKEN_REJECTED, pod_identity.TOKEN_UNBOUND}
+    codes |= {wire.NAMESPACE_NOT_ALLOWED, *wire.TEMPORARY_REFUSALS}
+    for source in sources:
+        codes.update(re.findall(r'"((?:[A-Z][a-z]+){2,})", (?:str\(|f"|problem|text)', source))
 
     assert {"UnsupportedProtocol", "EngineMismatch", "ArenaUnavailable"} <= codes
     assert [entry for entry in [*ALL_REASONS, *sorted(codes)] if f"| `{entry}` |" not in page] == []
