@@ -5,12 +5,12 @@ Invariant: nothing of it is left when it ends, however it ends, but its storage.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.cluster.image_store import ImageStore
 from tests.harness.provision_commands import pip_setting, process_environment, run_logged
 
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -21,7 +21,7 @@ _PRIVATE = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
 class Buildah:
     """The commands that images are made with."""
 
-    def __init__(self, cache: Path, logs: Path, store: Path) -> None:
+    def __init__(self, cache: Path, logs: Path, store: ImageStore) -> None:
         self._store = store
         self._storage = cache / "buildah"
         self._log = logs / "provision-cluster-images.log"
@@ -54,21 +54,15 @@ class Buildah:
 
     def load(self, reference: str) -> None:
         """Have an image from the store, unless it is there."""
-        if self._has(reference):
-            return
-        link = Path(tempfile.gettempdir()) / f"kvpool-images-{os.getpid()}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self._store)
-        try:  # it is named after the path it comes from, in which no part may begin with a dot
-            self._run("pull", f"oci:{link}:{reference}", what=f"loading {reference}")
-            self._run("tag", f"localhost{link}:latest", reference, what=f"naming {reference}")
-            self._run("rmi", f"localhost{link}:latest", what=f"naming {reference}")
-        finally:
-            link.unlink()
+        if not self._has(reference):
+            with tempfile.NamedTemporaryFile(dir=self._scratch(), suffix=".tar") as archive:
+                self._store.write(reference, archive)
+                archive.flush()
+                self._run("pull", f"oci-archive:{archive.name}", what=f"loading {reference}")
 
     def save(self, reference: str) -> None:
         """Put an image into the store."""
-        target = f"oci:{self._store}:{reference}"
+        target = f"oci:{self._store.folder}:{reference}"
         self._run("push", "--disable-compression", reference, target, what=f"saving {reference}")
 
     def drop(self, reference: str) -> None:
@@ -85,9 +79,12 @@ class Buildah:
         names = self._storage / "overlay-images" / "images.json"
         return names.exists() and f'"{reference}"' in names.read_text()
 
-    def _run(self, command: str, *arguments: str, what: str, remedy: str = "") -> None:
+    def _scratch(self) -> Path:
         scratch = self._storage / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
+        return scratch
+
+    def _run(self, command: str, *arguments: str, what: str, remedy: str = "") -> None:
         with tempfile.TemporaryDirectory(prefix="kvpool-buildah-") as run:
             own: Sequence[str] = (
                 *("unshare", "--mount", "--propagation", "private", "--", "sh", "-c", _PRIVATE, run),
@@ -96,7 +93,7 @@ class Buildah:
             run_logged(
                 [*own, command, *arguments],
                 log=self._log,
-                environment=self._environment | {"TMPDIR": str(scratch)},
+                environment=self._environment | {"TMPDIR": str(self._scratch())},
                 what=what,
                 remedy=remedy,
             )

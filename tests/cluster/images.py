@@ -114,7 +114,7 @@ class _Making:
 
     def __init__(self, cache: Path, logs: Path) -> None:
         self.store = ImageStore(cache)
-        self.buildah = Buildah(cache, logs, self.store.folder)
+        self.buildah = Buildah(cache, logs, self.store)
 
     def from_recipe(
         self,

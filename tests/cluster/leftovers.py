@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tests.cluster.cgroups import hierarchies
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -20,6 +22,7 @@ class Machine:
     mounts: frozenset[str]
     network_namespaces: frozenset[str]
     cgroups: frozenset[str]
+    """The topmost ones: below those that are not ours, others come and go."""
     links_and_routes: frozenset[str]
     run: frozenset[str]
 
@@ -44,7 +47,7 @@ def snapshot() -> Machine:
             for line in Path("/proc/self/mountinfo").read_text().splitlines()
         ),
         network_namespaces=frozenset(networks.values()),
-        cgroups=frozenset(str(path) for path in Path("/sys/fs/cgroup").rglob("*") if path.is_dir()),
+        cgroups=frozenset(str(path) for root in hierarchies() for path in root.iterdir() if path.is_dir()),
         links_and_routes=frozenset(_lines("ip", "-oneline", "link") | _lines("ip", "route", "show", "table", "all")),
         run=frozenset(str(path) for path in Path("/run").rglob("*")),
     )

@@ -121,8 +121,8 @@ class LocalCluster:
         """Namespaces and cgroups; all of them anew if any is missing or made by other code."""
         STATE.mkdir(parents=True, exist_ok=True)
         known = owner.current()
-        whole = all(self.processes.get(name) is not None for name in network.anchors())
-        if known is None or (known.clone, known.version) != (str(ROOT), self._version()) or not whole:
+        ours = known is not None and (known.clone, known.version) == (str(ROOT), self._version())
+        if not ours or not self._ground_is_laid():
             if known is not None or cgroups.pids():
                 say(f"cleaning what is left of {known.clone if known is not None else 'a cluster'}")
             owner.clean()
@@ -131,7 +131,17 @@ class LocalCluster:
             cgroups.make(*(n.name for n in NODES))
             network.start_anchors(self.processes, STATE, pause=self.programs / "pause")
             network.connect(self.processes)
+            (STATE / "ground").write_text(self._anchors())
         self._write_files()
+
+    def _ground_is_laid(self) -> bool:
+        """Whether the namespaces are all there and were connected: an `up` may have been cut off between the two."""
+        laid = STATE / "ground"
+        held = all(self.processes.get(name) is not None for name in network.anchors())
+        return held and laid.exists() and laid.read_text() == self._anchors()
+
+    def _anchors(self) -> str:
+        return " ".join(str(self.processes.known()[name]) for name in network.anchors())
 
     def _forget_other_programs(self) -> None:
         """An etcd reads no data of a newer one, nor a kubelet: what other programs wrote is given up, but for the images."""

@@ -76,7 +76,7 @@ def enter(processes: Processes, name: str) -> list[str]:
 
 def node_root(processes: Processes, name: str) -> Path:
     """A node's file system, seen from the host."""
-    return Path(f"/proc/{_anchor(processes, name).pid}/root")
+    return Path("/proc", str(_anchor(processes, name).pid), "root")
 
 
 def disconnect() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.cluster import cgroups
 from tests.cluster.errors import ClusterError
 
-_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/"}
 """Not ours: a proxy or a GOFLAGS of the user's must not reach the cluster."""
 _LAST_LINES = 12
 _LINE_CHARACTERS = 300

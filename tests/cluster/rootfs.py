@@ -13,8 +13,9 @@ from tests.harness.provision_commands import run_logged
 _SUITE = "bookworm"
 _INCLUDED = ("python3", "python3-venv", "ca-certificates", "libnuma1")
 """libnuma1 is what vLLM for CPU loads."""
-_HOOK = 'chmod 755 "$1/root"'
-"""A venv may lie below /root on this machine, and is mounted at the same path into pods that run as somebody else."""
+_HOME = "root"
+_HOOK = f'chmod 755 "$1/{_HOME}"'
+"""A venv may lie in root's home, and is mounted at the same path into pods that run as somebody else."""
 
 
 def rootfs_entry(cache: Path) -> Path:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster import cgroups, owner
 from tests.cluster.cluster import is_foreign
+from tests.cluster.errors import ClusterError
 from tests.cluster.leftovers import Machine, snapshot
 from tests.cluster.local import LocalCluster
+from tests.harness.provision import ROOT
 
 pytestmark = pytest.mark.skipif(is_foreign(), reason="KVPOOL_KUBECONFIG is set: that cluster is not ours to end")
+
+
+WARM_SECONDS = 60
 
 
 @pytest.fixture
@@ -35,6 +44,10 @@ def assert_as_before(before: Machine) -> None:
 
 def test_down_leaves_no_process_mount_namespace_cgroup_or_file_in_run(before: Machine, local: LocalCluster) -> None:
     local.up()
+    started = time.monotonic()
+    local.down()
+    local.up()
+    assert time.monotonic() - started < WARM_SECONDS
     assert local.is_up()
     local.kubectl("get", "nodes")
 
@@ -47,8 +60,27 @@ def test_a_cluster_whose_processes_were_all_killed_comes_up_again_and_goes(
     before: Machine, local: LocalCluster
 ) -> None:
     local.up()
+    another = Path("/somewhere/else")
+    with pytest.raises(ClusterError, match=f"a test cluster of {ROOT} is up"):
+        owner.refuse_foreign(another)
+
     cgroups.kill_all()
+
     assert not local.is_up()
+    owner.refuse_foreign(another)  # nobody's any more: whoever comes may clean it
+
+    local.up()
+
+    assert local.is_up()
+    local.down()
+    assert_as_before(before)
+
+
+@pytest.mark.parametrize("seconds", [0.6, 2.0, 5.0])
+def test_an_up_that_was_cut_off_is_gone_on_with(seconds: float, before: Machine, local: LocalCluster) -> None:
+    with subprocess.Popen([sys.executable, "-m", "tests.cluster", "up"], cwd=ROOT) as cut_off:
+        time.sleep(seconds)  # anywhere: every place must do
+        cut_off.kill()
 
     local.up()
 
