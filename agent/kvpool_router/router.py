@@ -114,9 +114,14 @@ class Router:
         )
 
     def not_ready(self) -> str:
-        """Why no traffic should come here, "" when it should."""
+        """Why no traffic should come here, "" when it should.
+
+        On Kubernetes a pool's engines may come later than its routers: until then 503 with Retry-After is the answer.
+        """
         if self.draining:
             return "draining"
+        if self.config.discovery is not None:
+            return "" if self._members_known.is_set() else "the pool's pods are not known yet"
         return "" if self.table.any_usable() else "no endpoint is up"
 
     def refresh_gauges(self) -> None:
