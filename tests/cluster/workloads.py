@@ -46,6 +46,7 @@ def engine_arguments(*, port: int, served_name: str, kv_cache_bytes: int = KV_CA
 def engine_environment(core: str) -> dict[str, str]:
     """One core each, nothing fetched, writable folders under /tmp."""
     return {
+        "TORCHDYNAMO_DISABLE": "1",  # the image has no C++ compiler
         "VLLM_CPU_OMP_THREADS_BIND": core,
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         "VLLM_SERVER_DEV_MODE": "1",

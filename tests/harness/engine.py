@@ -63,6 +63,7 @@ class Engine(EngineClient):
         ]  # fmt: skip
         environment = {
             "PYTHONPATH": str(ROOT / "agent"),
+            "TORCHDYNAMO_DISABLE": "1",  # one function of the sampler would be compiled, with a C++ compiler
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores),
             "VLLM_SERVER_DEV_MODE": "1",
