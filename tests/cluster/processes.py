@@ -1,15 +1,15 @@
 """The cluster's long-running programs: started, recorded, found again by a later command, ended.
 
-Invariant: a program is known by its pid and kernel start time together, so that no foreign process is ever hit.
+Invariant: a program is known by its pid and kernel start time together, so that no foreign process is ever hit. It records both
+itself, before it becomes that program: whoever started it may be killed at any moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin
 """Not ours: a proxy or a GOFLAGS of the user's must not reach the cluster."""
 _LAST_LINES = 12
 _LINE_CHARACTERS = 300
-_JOIN = 'echo $$ > "$0" && exec "$@"'
+_JOIN = 'echo $$ > "$0" && read -r stat < /proc/$$/stat && echo "$stat" > "$1.new" && mv "$1.new" "$1" && shift && exec "$@"'
+"""Arguments: the file of its cgroup, its record, the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,7 @@ class Process:
 
     def is_alive(self) -> bool:
         """Whether it runs; one that ended and waits to be reaped does not."""
-        found = _stat(self.pid)
-        return found is not None and found[0] not in "ZX" and int(found[19]) == self.started
+        return process_of(self.pid) == self and _runs(self.pid)
 
     def kill(self, number: int = signal.SIGKILL, *, wait: bool = True) -> None:
         """Signal it if it is still there; wait until it is gone if asked."""
@@ -49,25 +49,26 @@ class Process:
 
 
 class Processes:
-    """What runs, by name; on disk in one file."""
+    """What runs, by name; a file for each."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "processes.json"
+        self._records = folder / "processes"
         self._logs = folder / "logs"
-        self._lock = threading.Lock()
 
     def get(self, name: str) -> Process | None:
         """The program of that name if it is alive."""
-        known = self._read().get(name)
-        return known if known is not None and known.is_alive() else None
-
-    def alive(self) -> dict[str, Process]:
-        """All that are alive."""
-        return {name: process for name, process in self._read().items() if process.is_alive()}
+        found = _parse(self._records / name)
+        return found if found is not None and found.is_alive() else None
 
     def known(self) -> dict[str, Process]:
         """All that were started, alive or not."""
-        return self._read()
+        names = [path.name for path in self._records.iterdir()] if self._records.exists() else []
+        found = {name: _parse(self._records / name) for name in names if not name.endswith(".new")}
+        return {name: process for name, process in found.items() if process is not None}
+
+    def alive(self) -> dict[str, Process]:
+        """All that are alive."""
+        return {name: process for name, process in self.known().items() if process.is_alive()}
 
     def ensure(self, name: str, command: Sequence[str | Path]) -> Process:
         """Start it unless it runs."""
@@ -75,7 +76,7 @@ class Processes:
 
     def forget(self) -> None:
         """Nothing runs any more."""
-        self._file.unlink(missing_ok=True)
+        shutil.rmtree(self._records, ignore_errors=True)
 
     def _end_of_log(self, name: str) -> str:
         log = self._log(name)
@@ -103,44 +104,31 @@ class Processes:
 
     def _start(self, name: str, command: Sequence[str | Path]) -> Process:
         self._logs.mkdir(parents=True, exist_ok=True)
-        log = str(self._log(name))
-        arguments = ["sh", "-c", _JOIN, str(cgroups.system_procs()), *map(str, command)]
+        self._records.mkdir(exist_ok=True)
+        record = self._records / name
+        record.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         pid = os.posix_spawn(
             "/bin/sh",
-            arguments,
+            ["sh", "-c", _JOIN, str(cgroups.system_procs()), str(record), *map(str, command)],
             _ENVIRONMENT,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, log, flags, 0o644),
+                (os.POSIX_SPAWN_OPEN, 1, str(self._log(name)), flags, 0o644),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
             ],
             setsid=True,
         )
-        process = process_of(pid)
+        wait_until(lambda: record.exists() or not _runs(pid), seconds=20, what=f"the record of {name}")
+        process = self.get(name)
         if process is None:
             raise ClusterError(f"{name} ended at once. {self._end_of_log(name)}")
-        with self._lock:
-            self._write(self._read() | {name: process})
         return process
-
-    def _read(self) -> dict[str, Process]:
-        if not self._file.exists():
-            return {}
-        return {name: Process(**fields) for name, fields in json.loads(self._file.read_text()).items()}
-
-    def _write(self, known: dict[str, Process]) -> None:
-        fresh = self._file.with_suffix(".new")
-        fresh.write_text(
-            json.dumps({name: {"pid": p.pid, "started": p.started} for name, p in known.items()}, indent=1)
-        )
-        fresh.rename(self._file)
 
 
 def process_of(pid: int) -> Process | None:
     """The process that has this pid now."""
-    found = _stat(pid)
-    return Process(pid, int(found[19])) if found is not None else None
+    return _parse(Path(f"/proc/{pid}/stat"))
 
 
 def wait_until(ready: Callable[[], bool], *, seconds: float, what: str) -> None:
@@ -152,9 +140,23 @@ def wait_until(ready: Callable[[], bool], *, seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on: 0 is the state, 19 the start time."""
+def _parse(file: Path) -> Process | None:
+    """Whom the text of a /proc/PID/stat names."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        text = file.read_text()
     except OSError:
         return None
+    return Process(int(text.split(None, 1)[0]), int(_fields(text)[19]))
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is a process of this pid that did not end."""
+    try:
+        return _fields(Path(f"/proc/{pid}/stat").read_text())[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _fields(stat: str) -> list[str]:
+    """From the state on: 0 is the state, 19 the start time."""
+    return stat.rsplit(")", 1)[1].split()
