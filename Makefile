@@ -19,15 +19,16 @@ help: ## List the targets
 ##@ See it work
 
 .PHONY: demo
-demo: demo-local ## The demonstration (until the operator exists: demo-local)
+demo: provision-all ## Helm install, one KVCachePool and two labelled workloads on a real two-node Kubernetes; the table of demo-local (as root)
+	$(BIN)/python -m tests.demo.cluster
 
 .PHONY: demo-local
 demo-local: provision ## Two engines, two agents, three Valkey shards and the router on this machine: a table of what is loaded from where
 	$(BIN)/python -m tests.demo.local
 
 .PHONY: demo-down
-demo-down: ## End what an interrupted demo left running
-	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo.local --down; fi
+demo-down: ## End everything that a demo left running, the cluster with it
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo.local --down; $(BIN)/python -m tests.demo.cluster --down; fi
 
 ##@ A Kubernetes of its own
 
@@ -43,7 +44,7 @@ cluster-down: ## End it, whatever state it is in; what was in it comes back with
 ##@ Check it
 
 .PHONY: test
-test: lint verify test-unit test-engine ## All checks: lint, verify, unit and engine tests
+test: provision-all lint verify test-unit test-engine test-cluster ## All checks: lint, verify, unit, engine and cluster tests
 
 .PHONY: test-unit
 test-unit: venv ## Unit tests: no network, no root, under 60 s
@@ -54,7 +55,7 @@ test-engine: provision ## Tests with real vLLM engines and real Valkey processes
 	$(PYTEST) tests/engine --timeout=900 --durations=10
 
 .PHONY: test-cluster
-test-cluster: provision cluster-up ## Tests on a real Kubernetes
+test-cluster: provision-all ## Tests on a real Kubernetes of two nodes, or on the one that KVPOOL_KUBECONFIG names (as root)
 	$(PYTEST) tests/cluster --timeout=900 --durations=10
 
 .PHONY: test-gpu
@@ -98,6 +99,10 @@ verify: generate ## Fail when a generated file differs from what is committed
 .PHONY: provision
 provision: ## Product venv, engine venv, test models, valkey-server (cached; about 5 minutes the first time)
 	@$(PROVISION)
+
+.PHONY: provision-all
+provision-all: ## The same, and what a cluster is brought up with (the first time about 15 minutes)
+	@if [ -z "$${KVPOOL_KUBECONFIG:-}" ]; then $(PROVISION) --only all; else $(PROVISION); fi
 
 .PHONY: venv
 venv: ## Product venv only

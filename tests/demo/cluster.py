@@ -6,22 +6,25 @@ any expectation failed; the pool stays for a look at it.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.cluster.client_pod import open_client
-from tests.cluster.cluster import Cluster, CommandError
+from tests.cluster.cluster import Cluster, CommandError, is_foreign
 from tests.cluster.errors import ClusterError
 from tests.cluster.installation import (
     SYSTEM,
     delete_namespace,
     ensure_namespace,
     helm_install,
+    helm_uninstall,
     pool_manifest,
     wait_pool_ready,
 )
+from tests.cluster.local import LocalCluster
 from tests.cluster.pool_fleet import PoolFleet
 from tests.cluster.workloads import Runtime, plain_deployment, predictor_deployment
 from tests.demo import references as reference_answers
@@ -150,10 +153,23 @@ def show(cluster: Cluster, fleet: PoolFleet) -> None:
     print("End all of it:                 make demo-down")
 
 
+def end() -> int:
+    """End the cluster of this checkout with all that is in it; from a cluster of others only remove what is ours."""
+    if not is_foreign():
+        LocalCluster().down(purge=True)
+        return 0
+    cluster = Cluster.ensure()
+    delete_namespace(cluster, NAMESPACE)
+    helm_uninstall(cluster)
+    return 0
+
+
 def main() -> int:
     """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--down", action="store_true", help="end what the demo left running")
     try:
-        return run()
+        return end() if parser.parse_args().down else run()
     except (ClusterError, CommandError, DemoError, ProgramError, ProvisionError, TimeoutError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 2
