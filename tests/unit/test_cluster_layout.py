@@ -6,6 +6,7 @@ import base64
 import ipaddress
 import json
 import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -88,4 +89,12 @@ def test_what_a_snapshot_has_more_is_named_by_its_kind() -> None:
     after = Machine(empty, frozenset({"0:42 /mnt"}), empty, empty, empty, frozenset({"/run/lock"}))
 
     assert after.added_since(before) == {"mounts": ["0:42 /mnt"]}
-    assert snapshot().processes
+
+
+def test_a_snapshot_has_what_this_process_started() -> None:
+    before = snapshot()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert snapshot().added_since(before)["processes"] == [f"{child.pid} sleep 60"]
+        finally:
+            child.kill()
