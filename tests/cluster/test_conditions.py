@@ -64,7 +64,7 @@ def test_each_obstacle_is_named_with_its_remedy(operator: Cluster, make_namespac
     expect(operator, secret, "AgentsAvailable", "SecretMissing", "not-there")
     expect(operator, image, "AgentsAvailable", "ImagePullFailed", "localhost/kvpool/never-built:1")
     expect(operator, quota, "AgentsAvailable", "QuotaExceeded", "no-pods")
-    expect(operator, password, "ValkeyAvailable", "ValkeyPasswordWrong", "wrong")
+    expect(operator, password, "ValkeyAvailable", "ValkeyPasswordWrong", "spec.valkey.external.authSecretRef")
 
     operator.kubectl("delete", "resourcequota", "no-pods", f"--namespace={quota}")
     operator.apply(basic_auth("not-there", secret, "right"))
