@@ -164,7 +164,7 @@ class KvpoolConnector(OffloadingConnector):
         super().on_new_request(request)
         self._manager.track(request)
         if self._scheduler_setup is not None:
-            self._scheduler_setup.report_load()
+            self._scheduler_setup.request_began(request)
 
     @guarded(_no_match)
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Matched:
@@ -221,12 +221,18 @@ class KvpoolConnector(OffloadingConnector):
     @guarded(_free_at_once)
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         """vLLM may free the blocks at once: reuse is fenced."""
+        self._say_ended(request)
         return super().request_finished(request, block_ids)
 
     @guarded(_free_at_once)
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
         """The same for engines with several KV-cache groups."""
+        self._say_ended(request)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _say_ended(self, request: Request) -> None:
+        if self._scheduler_setup is not None:
+            self._scheduler_setup.request_ended(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Nothing: the agent publishes its tiers itself, subscribers would count twice."""

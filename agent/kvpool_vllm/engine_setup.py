@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvpool")
 
@@ -137,13 +138,22 @@ class SchedulerSetup:
         link = self._link
         if link is not None and link.client.connected:
             self.gpu_blocks.report(link.client.send, is_quiet=is_quiet)
-            self.report_load()
+            self._report_load()
 
-    def report_load(self) -> None:
-        """After a request came or went."""
+    def request_began(self, request: Request) -> None:
+        """A request entered the engine."""
+        self._load.began(request)
+        self._report_load()
+
+    def request_ended(self, request: Request) -> None:
+        """A request left it."""
+        self._load.ended(request)
+        self._report_load()
+
+    def _report_load(self) -> None:
         link = self._link
         if link is not None and link.client.connected and link.protocol >= wire.PROTOCOL_LOAD:
-            self._load.report(self._manager.requests, link.client.send, now=time.monotonic())
+            self._load.report(link.client.send, now=time.monotonic())
 
     def close(self) -> None:
         """End the connection."""

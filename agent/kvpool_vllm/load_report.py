@@ -1,13 +1,13 @@
 """What the engine has to do, told to routers through the agent.
 
-Invariant: a change is told within REPORT_SECONDS while the engine steps, and within the client's idle time otherwise; what
-was told last is what was true last, from whichever thread it was told.
+Invariant: less to do is told at once, more within REPORT_SECONDS while the engine steps, and within the client's idle time
+otherwise; what was told last is what was true last, from whichever thread it was told.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpool_core import wire
@@ -20,10 +20,11 @@ REPORT_SECONDS = 0.05
 
 
 class LoadReport:
-    """What was told last."""
+    """The requests in the engine, and what was told last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._requests: dict[str, Request] = {}
         self._told: tuple[int, int] | None = None
         self._next = 0.0
 
@@ -31,14 +32,26 @@ class LoadReport:
         """The agent is a new one: tell it whatever there is."""
         self._told, self._next = None, 0.0
 
-    def report(
-        self, requests: Callable[[], Sequence[Request]], send: Callable[[wire.Message], bool], *, now: float
-    ) -> None:
-        """Tell the load, unless nothing changed or something was told a moment ago. now: time.monotonic()."""
+    def began(self, request: Request) -> None:
+        """A request entered the engine."""
         with self._lock:
-            if now < self._next:
-                return
-            left = [max(0, request.num_prompt_tokens - request.num_computed_tokens) for request in requests()]
+            self._requests[request.request_id] = request
+
+    def ended(self, request: Request) -> None:
+        """It has its answer, or nobody wants it any more."""
+        with self._lock:
+            self._requests.pop(request.request_id, None)
+
+    def report(self, send: Callable[[wire.Message], bool], *, now: float) -> None:
+        """Tell the load if it changed; more of it not too often. now: time.monotonic()."""
+        with self._lock:
+            left = [max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self._requests.values()]
             load = len(left), sum(left)
-            if load != self._told and send(wire.EngineLoad(0, *load)):
+            if load == self._told or (now < self._next and not self._is_relief(load)):
+                return
+            if send(wire.EngineLoad(0, *load)):
                 self._told, self._next = load, now + REPORT_SECONDS
+
+    def _is_relief(self, load: tuple[int, int]) -> bool:
+        """Whether a request is over or the last prompt is computed: a router that does not know sends the next one elsewhere."""
+        return self._told is not None and (load[0] < self._told[0] or load[1] == 0)

@@ -94,10 +94,6 @@ class KvpoolManager(OffloadingManager):
         """Whether a request is in the engine, so that a step may come at any moment."""
         return bool(self._requests)
 
-    def requests(self) -> list[Request]:
-        """Those in the engine now; any thread may ask."""
-        return list(self._requests.values())
-
     def ensure_asked(self, request: Request, local_tokens: int | None = None) -> None:
         """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold.
 

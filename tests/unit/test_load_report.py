@@ -12,6 +12,7 @@ from kvpool_vllm.load_report import REPORT_SECONDS, LoadReport
 class Request:
     """What is read of vLLM's."""
 
+    request_id: str
     num_prompt_tokens: int
     num_computed_tokens: int = 0
 
@@ -19,38 +20,60 @@ class Request:
 class Told:
     """Where reports go."""
 
-    def __init__(self) -> None:
+    def __init__(self, *requests: Request) -> None:
         self.loads: list[tuple[int, int]] = []
         self.connected = True
+        self.report_ = LoadReport()
+        for request in requests:
+            self.report_.began(request)  # type: ignore[arg-type]
 
-    def send(self, message: wire.Message) -> bool:
-        """As the client's."""
+    def report(self, now: float) -> None:
+        """A moment at which something may be told."""
+        self.report_.report(self._send, now=now)
+
+    def _send(self, message: wire.Message) -> bool:
         assert isinstance(message, wire.EngineLoad)
         if self.connected:
             self.loads.append((message.requests, message.prompt_tokens))
         return self.connected
 
 
-def test_a_load_is_told_when_it_changed_and_not_too_often() -> None:
-    told, report, requests = Told(), LoadReport(), [Request(100), Request(50, 20)]
-    report.report(lambda: requests, told.send, now=0.0)
-    report.report(lambda: requests, told.send, now=1.0)
+def test_more_to_do_is_told_when_it_changed_and_not_too_often() -> None:
+    told = Told(Request("a", 100), Request("b", 50, 20))
+    told.report(0.0)
+    told.report(1.0)
     assert told.loads == [(2, 130)]
-    requests[0].num_computed_tokens = 120  # an answer is being generated: its prompt is done
-    report.report(lambda: requests, told.send, now=1.0)
-    requests.clear()
-    report.report(lambda: requests, told.send, now=1.0 + REPORT_SECONDS / 2)
-    assert told.loads == [(2, 130), (2, 30)]
-    report.report(lambda: requests, told.send, now=1.0 + REPORT_SECONDS)
-    assert told.loads[-1] == (0, 0)
+    told.report_.began(Request("c", 10))  # type: ignore[arg-type]
+    told.report(1.0)
+    told.report_.began(Request("d", 10))  # type: ignore[arg-type]
+    told.report(1.0 + REPORT_SECONDS / 2)
+    assert told.loads == [(2, 130), (3, 140)]
+    told.report(1.0 + REPORT_SECONDS)
+    assert told.loads[-1] == (4, 150)
+
+
+def test_less_to_do_is_told_at_once() -> None:
+    first, second = Request("a", 100), Request("b", 50)
+    told = Told(first, second)
+    told.report(0.0)
+    first.num_computed_tokens = 64
+    told.report(0.0)
+    assert told.loads == [(2, 150)], "a part of a prompt is no news worth a message"
+    first.num_computed_tokens, second.num_computed_tokens = 120, 50
+    told.report(0.0)
+    told.report_.ended(first)  # type: ignore[arg-type]
+    told.report(0.0)
+    told.report_.ended(second)  # type: ignore[arg-type]
+    told.report(0.0)
+    assert told.loads == [(2, 150), (2, 0), (1, 0), (0, 0)]
 
 
 def test_a_load_that_could_not_be_told_is_told_later_and_a_new_agent_is_told_everything() -> None:
-    told, report, requests = Told(), LoadReport(), [Request(10)]
+    told = Told(Request("a", 10))
     told.connected = False
-    report.report(lambda: requests, told.send, now=0.0)
+    told.report(0.0)
     told.connected = True
-    report.report(lambda: requests, told.send, now=0.0)
-    report.forget()
-    report.report(lambda: requests, told.send, now=0.0)
+    told.report(0.0)
+    told.report_.forget()
+    told.report(0.0)
     assert told.loads == [(1, 10), (1, 10)]
