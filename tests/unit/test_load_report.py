@@ -25,7 +25,7 @@ class Told:
         self.connected = True
         self.report_ = LoadReport()
         for request in requests:
-            self.report_.began(request)  # type: ignore[arg-type]
+            self.report_.began(request)
 
     def report(self, now: float) -> None:
         """A moment at which something may be told."""
@@ -43,9 +43,9 @@ def test_more_to_do_is_told_when_it_changed_and_not_too_often() -> None:
     told.report(0.0)
     told.report(1.0)
     assert told.loads == [(2, 130)]
-    told.report_.began(Request("c", 10))  # type: ignore[arg-type]
+    told.report_.began(Request("c", 10))
     told.report(1.0)
-    told.report_.began(Request("d", 10))  # type: ignore[arg-type]
+    told.report_.began(Request("d", 10))
     told.report(1.0 + REPORT_SECONDS / 2)
     assert told.loads == [(2, 130), (3, 140)]
     told.report(1.0 + REPORT_SECONDS)
@@ -61,9 +61,9 @@ def test_less_to_do_is_told_at_once() -> None:
     assert told.loads == [(2, 150)], "a part of a prompt is no news worth a message"
     first.num_computed_tokens, second.num_computed_tokens = 120, 50
     told.report(0.0)
-    told.report_.ended(first)  # type: ignore[arg-type]
+    told.report_.ended(first)
     told.report(0.0)
-    told.report_.ended(second)  # type: ignore[arg-type]
+    told.report_.ended(second)
     told.report(0.0)
     assert told.loads == [(2, 150), (2, 0), (1, 0), (0, 0)]
 
