@@ -31,6 +31,8 @@ def _essence(each: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in each.items() if key not in ("metadata", "status")}
     metadata = each["metadata"]
     annotations = {
-        k: v for k, v in metadata.get("annotations", {}).items() if not k.startswith("deployment.kubernetes")
+        k: v
+        for k, v in metadata.get("annotations", {}).items()
+        if not k.startswith(("deployment.kubernetes", "deprecated.daemonset"))
     }
     return {**kept, "labels": metadata.get("labels", {}), "annotations": annotations}
