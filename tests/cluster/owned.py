@@ -12,6 +12,8 @@ KINDS = (
     "roles,rolebindings,poddisruptionbudgets,jobs"
 )
 CLUSTER_KINDS = "clusterrolebindings"
+COUNTERS = ("deployment.kubernetes.io/", "deprecated.daemonset.template.")
+"""Annotations by which Kubernetes numbers changes."""
 
 
 def owned(cluster: Cluster, name: str, namespace: str) -> dict[str, Any]:
@@ -30,9 +32,5 @@ def essence(found: dict[str, Any]) -> dict[str, str]:
 def _essence(each: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in each.items() if key not in ("metadata", "status")}
     metadata = each["metadata"]
-    annotations = {
-        k: v
-        for k, v in metadata.get("annotations", {}).items()
-        if not k.startswith(("deployment.kubernetes", "deprecated.daemonset"))
-    }
+    annotations = {k: v for k, v in metadata.get("annotations", {}).items() if not k.startswith(COUNTERS)}
     return {**kept, "labels": metadata.get("labels", {}), "annotations": annotations}
