@@ -40,7 +40,8 @@ def client_pod(image: str) -> Manifest:
 
 
 def open_client(cluster: Cluster, namespace: str) -> PodTransport:
-    """Make the pod if it is not there, wait for it, and connect."""
+    """Make the pod anew, wait for it, and connect."""
+    cluster.kubectl("delete", "pod", NAME, f"--namespace={namespace}", "--ignore-not-found")
     cluster.apply({**client_pod(cluster.image("kvpool")), "metadata": {"name": NAME, "namespace": namespace}})
     cluster.kubectl("wait", f"pod/{NAME}", f"--namespace={namespace}", "--for=condition=Ready", "--timeout=60s")
     command = [str(cluster.command("kubectl")), "exec", "--stdin", NAME, f"--namespace={namespace}", "--"]
