@@ -9,13 +9,14 @@ from tests.harness.pod_transport import PodTransport
 NAME = "client"
 
 
-def client_pod(image: str) -> Manifest:
-    """Sleeps; what it runs comes by `kubectl exec`."""
+def client_pod(image: str, node: str) -> Manifest:
+    """Sleeps; what it runs comes by `kubectl exec`, whose session ends with the kubelet of its node."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": NAME},
         "spec": {
+            "nodeSelector": {"kubernetes.io/hostname": node},
             "terminationGracePeriodSeconds": 0,
             "automountServiceAccountToken": False,
             "containers": [
@@ -42,7 +43,8 @@ def client_pod(image: str) -> Manifest:
 def open_client(cluster: Cluster, namespace: str) -> PodTransport:
     """Make the pod anew, wait for it, and connect."""
     cluster.kubectl("delete", "pod", NAME, f"--namespace={namespace}", "--ignore-not-found")
-    cluster.apply({**client_pod(cluster.image("kvpool")), "metadata": {"name": NAME, "namespace": namespace}})
+    pod = client_pod(cluster.image("kvpool"), cluster.nodes[0])
+    cluster.apply({**pod, "metadata": {"name": NAME, "namespace": namespace}})
     cluster.kubectl("wait", f"pod/{NAME}", f"--namespace={namespace}", "--for=condition=Ready", "--timeout=60s")
     command = [str(cluster.command("kubectl")), "exec", "--stdin", NAME, f"--namespace={namespace}", "--"]
     return PodTransport([*command, "python3", "-u", "-c"], environment=cluster.environment())
