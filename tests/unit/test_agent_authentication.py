@@ -116,10 +116,14 @@ def test_others_are_refused_with_a_code(node: Node, token_of: Callable[[], str],
 
 
 def test_engine_speaks_only_when_it_is_welcomed(node: Node) -> None:
-    peer = greet(node, make_token("chat", "llama-0"))
-    peer.send(wire.RegisterScheduler(0, b"s" * 16, ""))
-    assert peer.is_closed()
-    peer.close()
+    peer = Peer(node.socket_path)
+    try:
+        greeting = msgspec.structs.replace(hello("engine-a", "scheduler"), token=make_token("chat", "llama-0"))
+        both = wire.encode(greeting) + wire.encode(wire.RegisterScheduler(0, b"s" * 16, ""))
+        peer.socket.sendall(both)  # so that the second is there before the first's token is reviewed
+        assert peer.is_closed()
+    finally:
+        peer.close()
 
 
 def test_without_the_api_server_known_engines_come_back_and_others_are_told_to_try_again(
