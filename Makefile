@@ -54,9 +54,15 @@ test-unit: venv ## Unit tests: no network, no root, under 60 s
 test-engine: provision ## Tests with real vLLM engines and real Valkey processes
 	$(PYTEST) tests/engine --timeout=900 --durations=10
 
+FAULTS := tests/cluster/test_faults.py tests/cluster/test_cluster_down.py
+
 .PHONY: test-cluster
 test-cluster: provision-all ## Tests on a real Kubernetes of two nodes, or on the one that KVPOOL_KUBECONFIG names (as root)
-	$(PYTEST) tests/cluster --timeout=900 --durations=10
+	$(PYTEST) tests/cluster --timeout=900 --durations=10 $(FAULTS:%=--ignore=%)
+
+.PHONY: test-faults
+test-faults: provision-all ## Kill parts, nodes and the cluster itself under load: 12 minutes on a quiet machine, not part of `make test`
+	$(PYTEST) $(FAULTS) --timeout=900 --durations=10
 
 .PHONY: test-gpu
 test-gpu: venv ## Tests on a CUDA device; skipped with a reason where there is none
