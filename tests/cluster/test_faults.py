@@ -273,6 +273,7 @@ def test_a_leader_stopped_past_its_lease_writes_nothing_after_its_successor(flee
         for line in written
         if "kvpool-operator" in line and any(f'"verb":"{v}"' in line for v in ("patch", "create", "update", "delete"))
     ]
+    assert ours, "the successor's writes are in the audit log"
     assert all(leading not in line for line in ours), [line[:300] for line in ours if leading in line]
 
 
