@@ -47,7 +47,7 @@ cluster-down: ## End it, whatever state it is in; what was in it comes back with
 test: provision-all lint verify test-unit test-engine test-cluster ## All checks: lint, verify, unit, engine and cluster tests
 
 .PHONY: test-unit
-test-unit: venv ## Unit tests: no network, no root, under 60 s
+test-unit: venv ## Unit tests: no network, no root
 	$(PYTEST) tests/unit --timeout=60 --durations=5 --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 .PHONY: test-engine
@@ -61,7 +61,7 @@ test-cluster: provision-all ## Tests on a real Kubernetes of two nodes, or on th
 	$(PYTEST) tests/cluster --timeout=900 --durations=10 $(FAULTS:%=--ignore=%)
 
 .PHONY: test-faults
-test-faults: provision-all ## Kill parts, nodes and the cluster itself under load: 12 minutes on a quiet machine, not part of `make test`
+test-faults: provision-all ## Kill parts, nodes and the cluster itself under load: about 16 minutes, not part of `make test`
 	$(PYTEST) $(FAULTS) --timeout=900 --durations=10
 
 .PHONY: test-gpu

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.external_valkey import basic_auth, external_valkey
-from tests.cluster.installation import condition, ensure_namespace, pool_manifest, read_pool, wait_pool_ready
+from tests.cluster.installation import condition, pool_manifest, read_pool, wait_pool_ready
 from tests.cluster.waiting import wait_for
 
 CONDITION_SECONDS = 90.0
@@ -70,4 +70,3 @@ def test_each_obstacle_is_named_with_its_remedy(operator: Cluster, make_namespac
     operator.apply(basic_auth("not-there", secret, "right"))
     operator.apply(basic_auth("wrong", password, "right"))
     wait_pool_ready(operator, "chat", quota)
-    ensure_namespace(operator, secret)
