@@ -211,7 +211,8 @@ class Reconciler:
         """Replace an outdated agent if one may go now."""
         workload = observed.workload("DaemonSet")
         if workload is None or not workload.is_current:
-            return Rollout()
+            message = "the DaemonSet controller has not acted on the newest template yet: wait"
+            return Rollout(reason=reasons.ROLLING_OUT, message=message)
         agents = observed.pods_of(names.AGENT)
         fleet = rollout.Fleet(
             agents=agents,

@@ -276,6 +276,16 @@ def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
     assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
 
 
+def test_change_is_not_called_rolled_out_before_the_daemon_set_controller_saw_it(api: FakeApiServer) -> None:
+    operating = settled(api, routing={"mode": "Disabled"})
+    api.put(manifest(ram={"capacityPerNode": "2Gi"}, routing={"mode": "Disabled"}))
+
+    operating.reconcile(KEY)
+
+    assert condition(api, reasons.ROLLOUT_COMPLETE)["status"] == "False"
+    assert condition(api, reasons.ROLLOUT_COMPLETE)["reason"] == reasons.ROLLING_OUT
+
+
 def test_outdated_agent_is_deleted_once_and_others_wait_for_it(api: FakeApiServer) -> None:
     operating = settled(api)
     api.put(manifest(ram={"capacityPerNode": "2Gi"}))
