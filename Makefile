@@ -10,6 +10,8 @@ PYTHON ?= python3
 BIN := .kvpool/venv/bin
 PROVISION := $(PYTHON) tests/harness/provision.py
 export PYTHONPATH := $(CURDIR)/agent:$(CURDIR)/operator
+# Without bytecode every worker and every agent of the tests would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help

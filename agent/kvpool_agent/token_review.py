@@ -1,4 +1,4 @@
-"""Asks the Kubernetes API server whose token an engine has brought. The agent's only module that imports `kubernetes`.
+"""Asks the Kubernetes API server whose token an engine has brought.
 
 Invariant: a call ends within CONNECT_SECONDS + READ_SECONDS and either gives the server's word or ReviewUnavailableError.
 It blocks: call it on a thread.
@@ -7,14 +7,10 @@ It blocks: call it on a thread.
 from __future__ import annotations
 
 import json
-import os
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool_core.errors import KVPoolError
-
-if TYPE_CHECKING:
-    from kubernetes.client.api_client import ApiClient
+from kvpool_core.kube_client import KubeClient
 
 CONNECT_SECONDS = 1.5
 READ_SECONDS = 2.0
@@ -31,8 +27,7 @@ class TokenReviews:
     """TokenReviews as the pod's own service account (or by the file that KUBECONFIG names)."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._client: ApiClient | None = None
+        self._client = KubeClient(CONNECT_SECONDS)
 
     def review(self, token: str, audience: str) -> dict[str, Any]:
         """The `status` of a TokenReview; ReviewUnavailableError when there is none."""
@@ -41,39 +36,12 @@ class TokenReviews:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [audience]},
         }
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
         try:
-            client = self._connected()
-            method, url, headers, content, _ = client.param_serialize(
-                "POST", _PATH, header_params=headers, body=body, auth_settings=["BearerToken"]
-            )
-            response = client.call_api(method, url, headers, content, _request_timeout=(CONNECT_SECONDS, READ_SECONDS))
+            response = self._client.request("POST", _PATH, body=body, read_seconds=READ_SECONDS)
             answer: bytes = response.read()  # type: ignore[no-untyped-call]
         except Exception as error:  # a client of many layers: configuration, TLS, HTTP; none may end the agent
             raise ReviewUnavailableError(f"the API server gave no verdict: {_short(error)}") from error
         return _status(response.status, answer)
-
-    def _connected(self) -> ApiClient:
-        with self._lock:
-            if self._client is None:
-                self._client = _connect()
-            return self._client
-
-
-def _connect() -> ApiClient:
-    """Imported here: the client is large, and an agent without Kubernetes never needs it."""
-    from kubernetes.client.api_client import ApiClient
-    from kubernetes.client.configuration import Configuration
-    from kubernetes.config import load_incluster_config, load_kube_config
-
-    configuration = Configuration()
-    kubeconfig = os.environ.get("KUBECONFIG")
-    if kubeconfig:
-        load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
-    else:
-        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    configuration.retries = False  # the engine tries again by itself
-    return ApiClient(configuration)
 
 
 def _status(code: int, answer: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fleet from the pool's pods. The router's only module that imports `kubernetes`.
+"""The fleet from the pool's pods.
 
 One thread lists and watches each namespace. Invariant: what was learnt stays while the API server is away (health probes
 decide meanwhile); a namespace that may not use the pool any more is gone at once.
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from kvpool_core.errors import KVPoolError
+from kvpool_core.kube_client import KubeClient
 from kvpool_core.namespace_file import NamespaceFile
 from kvpool_router.config import KubernetesDiscovery, Pool
 from kvpool_router.discovery import Members
@@ -27,8 +27,7 @@ from kvpool_router.metrics import RouterMetrics
 from kvpool_router.pods import Pod, members_of, project_pod, selector
 
 if TYPE_CHECKING:
-    from kubernetes.client.api_client import ApiClient
-    from kubernetes.client.rest import RESTResponse
+    from kvpool_core.kube_client import Response
 
 CONNECT_SECONDS = 3.0
 LIST_SECONDS = 15.0
@@ -64,21 +63,13 @@ class Api:
 
     def __init__(self, label_selector: str) -> None:
         self._selector = label_selector
-        self._lock = threading.Lock()
-        self._client: ApiClient | None = None
+        self._client = KubeClient(CONNECT_SECONDS)
 
-    def get(self, namespace: str, query: dict[str, str], read_seconds: float) -> RESTResponse:
+    def get(self, namespace: str, query: dict[str, str], read_seconds: float) -> Response:
         """An answer whose body is not read yet; the caller releases it. WatchError or ExpiredError when it is no 200."""
         path = f"/api/v1/namespaces/{quote(namespace)}/pods" if namespace else "/api/v1/pods"
-        client = self._connected()
-        method, url, headers, _body, _ = client.param_serialize(
-            "GET",
-            path,
-            query_params=list({"labelSelector": self._selector, **query}.items()),
-            header_params={"Accept": "application/json"},
-            auth_settings=["BearerToken"],
-        )
-        response = client.call_api(method, url, headers, _request_timeout=(CONNECT_SECONDS, read_seconds))
+        selected = list({"labelSelector": self._selector, **query}.items())
+        response = self._client.request("GET", path, query=selected, read_seconds=read_seconds)
         if response.status == 200:
             return response
         response.response.release_conn()
@@ -86,28 +77,6 @@ class Api:
             raise ExpiredError("the API server answered 410")
         hint = ": may this service account list and watch pods there?" if response.status == 403 else ""
         raise WatchError(f"the API server answered {response.status}{hint}")
-
-    def _connected(self) -> ApiClient:
-        with self._lock:
-            if self._client is None:
-                self._client = _connect()
-            return self._client
-
-
-def _connect() -> ApiClient:
-    """Imported here: the client is large, and a router without Kubernetes never needs it."""
-    from kubernetes.client.api_client import ApiClient
-    from kubernetes.client.configuration import Configuration
-    from kubernetes.config import load_incluster_config, load_kube_config
-
-    configuration = Configuration()
-    kubeconfig = os.environ.get("KUBECONFIG")
-    if kubeconfig:
-        load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
-    else:
-        load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    configuration.retries = False  # the watch has its own
-    return ApiClient(configuration)
 
 
 class NamespaceWatch:
@@ -120,7 +89,7 @@ class NamespaceWatch:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._pods: dict[tuple[str, str], Pod] = {}
-        self._response: RESTResponse | None = None
+        self._response: Response | None = None
         self._jitter = random.Random()
         self.tried = False
         """Whether the pods were listed, or could not be."""
@@ -229,7 +198,7 @@ class NamespaceWatch:
         self._on_change()
 
 
-def _lines(response: RESTResponse) -> Iterator[bytes]:
+def _lines(response: Response) -> Iterator[bytes]:
     """Whole lines of a stream as they arrive."""
     rest = b""
     for piece in response.response.stream(1 << 16, decode_content=True):

@@ -73,15 +73,15 @@ def _request(method: str, ip: str, port: int, path: str, token: str, timeout_sec
     connection = http.client.HTTPConnection(ip, port, timeout=timeout_seconds)
     try:
         connection.request(method, path, headers={"Authorization": f"Bearer {token}", "Connection": "close"})
-        response = connection.getresponse()
-        body = b""
-        while chunk := response.read1(65536):
-            body += chunk
-            if time.monotonic() > deadline or len(body) > ANSWER_MAX_BYTES:
-                raise TimeoutError("the answer is too slow or too long")
-        if response.status != 200:
-            raise ValueError(f"status {response.status}")
-        answer = json.loads(body)
+        with connection.getresponse() as response:
+            body = b""
+            while chunk := response.read1(65536):
+                body += chunk
+                if time.monotonic() > deadline or len(body) > ANSWER_MAX_BYTES:
+                    raise TimeoutError("the answer is too slow or too long")
+            if response.status != 200:
+                raise ValueError(f"status {response.status}")
+            answer = json.loads(body)
     finally:
         connection.close()
     if not isinstance(answer, dict):

@@ -11,6 +11,8 @@ from tests.cluster.installation import condition, pool_manifest, read_pool, wait
 from tests.cluster.waiting import wait_for
 
 CONDITION_SECONDS = 90.0
+REMEDIED_SECONDS = 180.0
+"""A kubelet tries a volume whose Secret was missing again after up to two minutes."""
 SMALL = "64Mi"
 
 
@@ -69,4 +71,5 @@ def test_each_obstacle_is_named_with_its_remedy(operator: Cluster, make_namespac
     operator.kubectl("delete", "resourcequota", "no-pods", f"--namespace={quota}")
     operator.apply(basic_auth("not-there", secret, "right"))
     operator.apply(basic_auth("wrong", password, "right"))
-    wait_pool_ready(operator, "chat", quota)
+    for namespace in (quota, secret, password):
+        wait_pool_ready(operator, "chat", namespace, seconds=REMEDIED_SECONDS)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
 import signal
 import string
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,13 +26,13 @@ from tests.cluster.pool_fleet import PoolFleet, is_pod_ready
 from tests.cluster.waiting import wait_for
 from tests.cluster.workloads import Runtime, plain_deployment, predictor_deployment
 from tests.harness.pod_transport import PodTransport
+from tests.harness.request_load import RequestLoad
 
 NAMESPACE = "test-faults"
 CLIENTS = 2
 REQUESTS = 200
 HEAL_SECONDS = 60.0
 NODE_DOWN_SECONDS = 120.0
-RETRY_SECONDS = 60.0
 PLAIN, PREDICTOR = "llama", "llama-vllm-predictor"
 
 
@@ -73,63 +70,16 @@ def fleet(operator: Cluster, client: PodTransport) -> Iterator[PoolFleet]:
     operator.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
-@dataclass(slots=True)
-class Load:
-    """Clients in the cluster that retry only connections that were refused. `spans`: begin, end, problem of each failure."""
-
-    fleet: PoolFleet
-    prompts: list[str]
-    done: int = 0
-    failures: list[tuple[float, float, str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def start(self) -> None:
-        for _ in range(CLIENTS):
-            self.threads.append(threading.Thread(target=self._run))
-            self.threads[-1].start()
-
-    def join(self) -> None:
-        for thread in self.threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self.lock:
-                if not self.prompts:
-                    return
-                prompt = self.prompts.pop()
-            started = time.monotonic()
-            problem = self._ask(prompt, started)
-            with self.lock:
-                self.done += 1
-                if problem:
-                    self.failures.append((started, time.monotonic(), problem))
-
-    def _ask(self, prompt: str, started: float) -> str:
-        body = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        while True:
-            try:
-                reply = self.fleet.transport.request("POST", f"{self.fleet.router.url}/v1/completions", body)
-            except ConnectionRefusedError:
-                if time.monotonic() - started > RETRY_SECONDS:
-                    return "refused for too long"
-                time.sleep(0.05)
-                continue
-            except (OSError, http.client.HTTPException) as error:
-                return f"{type(error).__name__}: {error}"
-            return "" if reply.status == 200 else f"status {reply.status}: {reply.body[:200]!r}"
-
-
-def prompts(count: int) -> list[str]:
-    """Prompts of which many share a start."""
+def request_load(fleet: PoolFleet, count: int) -> RequestLoad:
+    """Through the router's Service, from inside the cluster; many prompts share a start."""
     chosen = random.Random(5)
 
     def text(length: int) -> str:
         return "".join(chosen.choice(string.ascii_lowercase) for _ in range(length))
 
     bases = [text(256) for _ in range(8)]
-    return [chosen.choice(bases) + text(chosen.randrange(20, 200)) for _ in range(count)]
+    prompts = [chosen.choice(bases) + text(chosen.randrange(20, 200)) for _ in range(count)]
+    return RequestLoad(fleet.transport, fleet.router.url, model="model", prompts=prompts, clients=CLIENTS)
 
 
 class Faults:
@@ -191,7 +141,7 @@ class Faults:
 
 def test_parts_are_killed_under_load(fleet: PoolFleet) -> None:
     cluster, faults = fleet.cluster, Faults(fleet)
-    load = Load(fleet, prompts(REQUESTS))
+    load = request_load(fleet, REQUESTS)
     load.start()
     with faults.named("ContainerRestarted"):
         faults.kill("agent", "agent")
@@ -218,16 +168,14 @@ def test_parts_are_killed_under_load(fleet: PoolFleet) -> None:
         killed = time.monotonic()
     load.join()
     assert load.done == REQUESTS
-    unexcused = [f for f in load.failures if not (f[0] <= killed + 1 and f[1] >= before)]
-    assert not unexcused, f"failed though not in flight on the killed router: {unexcused}"
-    assert len(load.failures) <= 2 * CLIENTS
+    load.assert_only_in_flight_failed(before, killed + 1)
 
 
 def test_a_node_out_of_reach_for_two_minutes_comes_back(fleet: PoolFleet) -> None:
     """Its kubelet and containerd stop; its containers go on, and requests with them."""
     cluster, faults = fleet.cluster, Faults(fleet)
     faults.healed()
-    load = Load(fleet, prompts(40))
+    load = request_load(fleet, 40)
     node = cluster.nodes[1]
     cluster.stop_node(node)
     stopped = time.monotonic()

@@ -86,6 +86,10 @@ AFFINITY = {
 @pytest.mark.parametrize(
     ("spec", "has_effect"),
     [
+        (  # first: the other fields of the agents then have one to replace
+            {"agent": {"nodeSelector": {"kubernetes.io/hostname": "node-a"}}},
+            lambda c: [pod["spec"]["nodeName"] for pod in pods(c, "agent")] == ["node-a"],
+        ),
         (
             {"agent": {"tolerations": [TOLERATION]}},
             lambda c: agents_have(c, lambda spec: TOLERATION in spec["tolerations"]),
@@ -105,10 +109,6 @@ AFFINITY = {
             lambda c: agents_have(c, lambda spec: spec["containers"][0]["resources"]["requests"]["cpu"] == "33m"),
         ),
         ({"ram": {"capacityPerNode": "96Mi"}}, lambda c: "96Mi" in agent_yaml(c)),
-        (
-            {"agent": {"nodeSelector": {"kubernetes.io/hostname": "node-a"}}},
-            lambda c: [pod["spec"]["nodeName"] for pod in pods(c, "agent")] == ["node-a"],
-        ),
         (
             {"allowedNamespaces": {"from": "All"}},
             lambda c: get(c, "configmap", "chat-namespaces")["data"]["allowed"].strip() == "*",

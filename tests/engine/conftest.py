@@ -1,6 +1,7 @@
 """Real engines, agents, Valkey and router, shared by the tests: an engine takes most of a minute to start.
 
 `fleet` serves tiny-llama on two engines with two nodes for the whole session; a test that breaks a part puts it right again.
+Tests that need no engine come first: the fleet's engines start meanwhile.
 """
 
 from __future__ import annotations
@@ -37,6 +38,19 @@ LOG_LINES = 30
 
 _seeds = itertools.count(1)
 _log_sizes: dict[Path, int] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without an engine first; module by module, as their fixtures live."""
+    with_engines = {item.path for item in items if "make_engine" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path in with_engines)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _early(request: pytest.FixtureRequest) -> None:
+    """Begin with what takes longest, if a test needs it."""
+    if any("starting" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("starting")
 
 
 def pytest_runtest_setup() -> None:
@@ -137,8 +151,8 @@ def make_engine(parts: Paths, folder: Path) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def started(parts: Paths, folder: Path, make_engine: Callable[..., Engine]) -> Iterator[tuple[Stack, Engine]]:
-    """Fleet and reference, started side by side."""
+def starting(parts: Paths, folder: Path, make_engine: Callable[..., Engine]) -> Iterator[tuple[Stack, Engine]]:
+    """Fleet and reference, whose engines are being started side by side."""
     stack = Stack(
         folder / "fleet",
         parts.models["tiny-llama"],
@@ -150,12 +164,21 @@ def started(parts: Paths, folder: Path, make_engine: Callable[..., Engine]) -> I
     reference = make_engine("reference", "tiny-llama", cores="1")
     try:
         reference.start()
-        stack.start()
-        reference.wait_ready()
+        stack.start_engines()
+        stack.start_rest()
         yield stack, reference
     finally:
         reference.program.kill()
         stack.stop()
+
+
+@pytest.fixture(scope="session")
+def started(starting: tuple[Stack, Engine]) -> tuple[Stack, Engine]:
+    """The same, serving."""
+    stack, reference = starting
+    stack.wait_ready()
+    reference.wait_ready()
+    return stack, reference
 
 
 @pytest.fixture

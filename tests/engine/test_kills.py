@@ -2,62 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import random
-import threading
 import time
-from dataclasses import dataclass, field
 
 from tests.engine.conftest import fresh_prompt, wait_for
 from tests.harness import web
 from tests.harness.engine import Engine
 from tests.harness.engine_client import metric_sum
+from tests.harness.request_load import RequestLoad
 from tests.harness.stack import Stack
 
 REQUESTS = 200
 CLIENTS = 4
-RETRY_SECONDS = 60.0
 BACK_SECONDS = 30.0
-
-
-@dataclass(slots=True)
-class Load:
-    """Clients that go through the router and retry only connections that were refused."""
-
-    url: str
-    model: str
-    prompts: list[str]
-    done: int = 0
-    failures: list[tuple[float, float, str]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self) -> None:
-        """One client: takes prompts until there are none."""
-        while True:
-            with self.lock:
-                if not self.prompts:
-                    return
-                prompt = self.prompts.pop()
-            started = time.monotonic()
-            problem = self._ask(prompt, started)
-            with self.lock:
-                self.done += 1
-                if problem:
-                    self.failures.append((started, time.monotonic(), problem))
-
-    def _ask(self, prompt: str, started: float) -> str:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        while True:
-            try:
-                reply = web.request("POST", f"{self.url}/v1/completions", body)
-            except ConnectionRefusedError:
-                if time.monotonic() - started > RETRY_SECONDS:
-                    return "refused for too long"
-                time.sleep(0.05)
-                continue
-            except (OSError, http.client.HTTPException) as error:
-                return f"{type(error).__name__}: {error}"
-            return "" if reply.status == 200 else f"status {reply.status}: {reply.body[:200]!r}"
 
 
 def test_parts_are_killed_under_load(fleet: Stack) -> None:
@@ -65,10 +22,8 @@ def test_parts_are_killed_under_load(fleet: Stack) -> None:
     chosen = random.Random(7)
     bases = [fresh_prompt(256) for _ in range(8)]
     prompts = [chosen.choice(bases) + fresh_prompt(chosen.randrange(20, 200)) for _ in range(REQUESTS)]
-    load = Load(fleet.router.url, a.served_name, prompts)
-    threads = [threading.Thread(target=load.run) for _ in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
+    load = RequestLoad(web, fleet.router.url, model=a.served_name, prompts=prompts, clients=CLIENTS)
+    load.start()
 
     wait_for(lambda: load.done >= 20, seconds=120, what="20 requests done")
     fleet.nodes[0].agent.kill()
@@ -91,17 +46,13 @@ def test_parts_are_killed_under_load(fleet: Stack) -> None:
     wait_for(lambda: load.done >= 110, seconds=120, what="110 requests done")
     b.program.kill()
     b.program.start()
-    for thread in threads:
-        thread.join()
+    load.join()
     b.wait_ready()
     wait_for(lambda: is_routed(fleet, b), seconds=BACK_SECONDS, what="the router uses the engine again")
     b.wait_identified()
 
     assert load.done == REQUESTS
-    in_flight = [f for f in load.failures if f[0] <= router_dead and f[1] >= kill_begins]
-    unexcused = [f for f in load.failures if f not in in_flight]
-    assert not unexcused, f"failed though not in flight on the killed router: {unexcused}"
-    assert len(load.failures) <= 2 * CLIENTS, "one in flight per client, and one into the dying router's backlog"
+    load.assert_only_in_flight_failed(kill_begins, router_dead)
 
     assert metric_sum(fleet.nodes[0].metrics(), "kvpool_agent_taken_over_blocks_total", fate="kept") > 0
     text = web.request("GET", f"{fleet.router.admin_url}/metrics").body.decode()

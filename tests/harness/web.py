@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,11 +47,8 @@ def request(
     seconds: float = TIMEOUT_SECONDS,
 ) -> Reply:
     """One request on a connection of its own."""
-    connection, response = _send(method, url, body, headers or {}, seconds)
-    try:
+    with _exchange(method, url, body, headers or {}, seconds) as response:
         return Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-    finally:
-        connection.close()
 
 
 def is_ok(url: str) -> bool:
@@ -66,10 +64,9 @@ def stream(
 ) -> Streamed:
     """POST and read Server-Sent Events until they end."""
     started = time.perf_counter()
-    connection, response = _send("POST", url, body, headers or {}, seconds)
     events: list[Any] = []
     first = 0.0
-    try:
+    with _exchange("POST", url, body, headers or {}, seconds) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
@@ -79,16 +76,17 @@ def stream(
             events.append(event)
         reply_headers = {k.lower(): v for k, v in response.getheaders()}
         return Streamed(response.status, reply_headers, events, first, time.perf_counter() - started)
-    finally:
-        connection.close()
 
 
-def _send(
+@contextmanager
+def _exchange(
     method: str, url: str, body: object, headers: Mapping[str, str], seconds: float
-) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+) -> Iterator[http.client.HTTPResponse]:
+    """Its answer; the connection is closed however it ends."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=seconds)
     path = parts.path + (f"?{parts.query}" if parts.query else "")
     payload = None if body is None else json.dumps(body).encode()
-    connection.request(method, path or "/", payload, {"content-type": "application/json", **headers})
-    return connection, connection.getresponse()
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=seconds)) as connection:
+        connection.request(method, path or "/", payload, {"content-type": "application/json", **headers})
+        with connection.getresponse() as response:
+            yield response

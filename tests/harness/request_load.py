@@ -1,0 +1,84 @@
+"""Clients that send completions while parts are killed.
+
+Invariant: a client tries again only where the connection was refused, so every other failure is one that a user would see.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.harness.engine_client import Transport
+
+RETRY_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """When the request was sent, when it failed (monotonic seconds), and how."""
+
+    started: float
+    ended: float
+    problem: str
+
+
+class RequestLoad:
+    """`clients` threads that take prompts until there are none, through the router at `url`."""
+
+    def __init__(self, transport: Transport, url: str, *, model: str, prompts: Sequence[str], clients: int) -> None:
+        self.clients = clients
+        self.done = 0
+        self.failures: list[Failure] = []
+        self._transport = transport
+        self._url = url
+        self._model = model
+        self._prompts = list(prompts)
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Ends when every prompt was sent."""
+        for thread in self._threads:
+            thread.join()
+
+    def assert_only_in_flight_failed(self, kill_begins: float, dead: float) -> None:
+        """Nothing failed but what was in flight on a router killed between these times (monotonic seconds)."""
+        unexcused = [one for one in self.failures if not (one.started <= dead and one.ended >= kill_begins)]
+        assert not unexcused, f"failed though not in flight on the killed router: {unexcused}"
+        # one in flight per client, and one into the dying router's backlog
+        assert len(self.failures) <= 2 * self.clients, self.failures
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._prompts:
+                    return
+                prompt = self._prompts.pop()
+            started = time.monotonic()
+            problem = self._ask(prompt, started)
+            with self._lock:
+                self.done += 1
+                if problem:
+                    self.failures.append(Failure(started, time.monotonic(), problem))
+
+    def _ask(self, prompt: str, started: float) -> str:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        while True:
+            try:
+                reply = self._transport.request("POST", f"{self._url}/v1/completions", body)
+            except ConnectionRefusedError:
+                if time.monotonic() - started > RETRY_SECONDS:
+                    return "refused for too long"
+                time.sleep(0.05)
+                continue
+            except (OSError, http.client.HTTPException) as error:
+                return f"{type(error).__name__}: {error}"
+            return "" if reply.status == 200 else f"status {reply.status}: {reply.body[:200]!r}"
