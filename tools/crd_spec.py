@@ -108,7 +108,14 @@ def _agent() -> Schema:
             "resources": struct(
                 "CPU of the agent container. Memory is derived from the capacity.",
                 {
-                    "requests": struct("Reserved.", {"cpu": cpu("CPUs.")}),
+                    "requests": struct(
+                        "Reserved.",
+                        {
+                            "cpu": cpu(
+                                "CPUs; 100m if neither this nor a limit is given. Blocks on their way to and from Valkey take up to one."
+                            )
+                        },
+                    ),
                     "limits": struct("At most.", {"cpu": cpu("CPUs.")}),
                 },
             ),
