@@ -64,6 +64,16 @@ def test_every_pod_is_confined(helm: Path, arguments: tuple[str, ...]) -> None:
             assert "memory" in container["resources"]["limits"]
 
 
+def test_only_whoever_is_given_the_right_may_write_pools(helm: Path) -> None:
+    def gives(arguments: tuple[str, ...], role: str) -> set[str]:
+        labels = only(render(helm, arguments), "ClusterRole", role)["metadata"]["labels"]
+        return {name.rpartition("/")[2] for name in labels if name.startswith("rbac.authorization.k8s.io/")}
+
+    assert gives((), "kvpool-view") == {"aggregate-to-view"}
+    assert gives((), "kvpool-edit") == set()
+    assert gives(EVERYTHING, "kvpool-edit") == {"aggregate-to-edit", "aggregate-to-admin"}
+
+
 def test_the_crd_is_kept_and_can_be_left_out(helm: Path) -> None:
     crd = only(render(helm, ()), "CustomResourceDefinition", "kvcachepools.kvpool.io")
 
