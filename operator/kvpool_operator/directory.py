@@ -92,17 +92,22 @@ class Directory:
         for raw in self._kube.list_all("Pod", labels=labels):
             pod = projections.pod(raw)
             agents[pod.labels.get(names.POOL_UID_LABEL, "")].append(pod)
+        nodes = tuple(_node_view(projections.node(raw)) for raw in self._kube.list_all("Node"))
         pools = [pool for raw in self._kube.list_all(names.KIND) if (pool := _parsed(raw)) is not None]
         self._picture = Picture(
-            pools={pool.key: self._view(pool, tuple(namespaces), agents[pool.uid]) for pool in pools},
+            pools={pool.key: self._view(pool, tuple(namespaces), agents[pool.uid], nodes) for pool in pools},
             namespaces={
                 one.name: NamespaceFacts(one.name, one.labels, bounds_memory=one.name in bounded) for one in namespaces
             },
         )
         self.is_known.set()
 
-    def _view(self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod]) -> PoolView:
+    def _view(
+        self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod], nodes: tuple[NodeView, ...]
+    ) -> PoolView:
         image = agent.image(pool, self._settings)
+        ready = [pod for pod in agents if pod.is_ready and not pod.is_terminating and _runs(pod, image)]
+        lacking = {pod.node for pod in agents if _lacks(pod)}
         allowed = allowed_namespaces(pool, namespaces)
         return PoolView(
             namespace=pool.namespace,
@@ -110,19 +115,15 @@ class Directory:
             image=image,
             socket_folder=names.host_folder(pool),
             capacity_bytes=pool.capacity_bytes,
-            ready_agents=sum(pod.is_ready and not pod.is_terminating and _runs(pod, image) for pod in agents),
+            ready_agents=len(ready),
             is_deleting=bool(pool.deletion_timestamp),
             allowed_namespaces=None if allowed == EVERYWHERE else frozenset(allowed),
             image_pull_policy=pool.agent.image_pull_policy,
             image_pull_secrets=pool.agent.image_pull_secrets,
-            nodes_without_image=tuple(self._nodes(sorted({pod.node for pod in agents if _lacks(pod)}))),
+            nodes_without_image=tuple(node for node in nodes if node.name in lacking),
+            nodes_with_image=frozenset(pod.node for pod in ready),
+            nodes=nodes,
         )
-
-    def _nodes(self, wanted: list[str]) -> Iterable[NodeView]:
-        for name in wanted:
-            raw = self._kube.get("Node", None, name) if name else None
-            if raw is not None:
-                yield _node_view(projections.node(raw))
 
     def _bounded_namespaces(self) -> frozenset[str]:
         quotas = {raw["metadata"]["namespace"] for raw in self._kube.list_all("ResourceQuota") if _bounds_quota(raw)}
@@ -153,6 +154,7 @@ def _node_view(node: Node) -> NodeView:
         taints=tuple(Taint(one.key, one.value, one.effect) for one in node.taints),
         allocatable=node.allocatable,
         unschedulable=node.is_unschedulable,
+        memory_bytes=node.memory_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_memory import memory_bytes
 from kvpool_operator.webhook.inject import AlreadyInjected, Injection, decide, stamp_skip
 from kvpool_operator.webhook.skip_reasons import Skip
-from kvpool_operator.webhook.views import NamespaceFacts
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView
 from kvpool_vllm import startup, support
 from tests.harness.engine import EVENTS_CONFIG, EXTRA_CONFIG, TRANSFER_CONFIG
 from tests.unit.webhook_pods import (
@@ -76,6 +76,15 @@ def test_a_second_call_puts_back_what_another_webhook_took_away() -> None:
 @pytest.mark.parametrize("missing", [{"pool": None}, {"facts": None}, {"verdict": "refused"}])
 def test_nothing_is_taken_back_from_a_pod_that_is_injected(missing: dict[str, Any]) -> None:
     assert isinstance(decide(injected(engine_pod()), around(**missing)), AlreadyInjected)
+
+
+@pytest.mark.parametrize("label", ["kvpool.io/pool", "kvpool.io/pool-namespace", "kvpool.io/role"])
+def test_a_label_of_an_injected_pod_is_not_changed_but_put_back(label: str) -> None:
+    pod = injected(engine_pod())
+    needed = pod["metadata"]["labels"].pop(label)
+    assert injected(pod)["metadata"]["labels"][label] == needed
+    pod["metadata"]["labels"][label] = "mine"
+    assert outcome(pod)["metadata"]["labels"][label] == "mine"
 
 
 def test_a_stamp_copied_from_another_pod_does_not_count() -> None:
@@ -301,6 +310,43 @@ def test_memory_is_left_alone_where_more_may_be_refused_or_is_not_needed() -> No
     pod["spec"]["resources"] = {"limits": {"memory": "9Gi"}}
     assert memory_of(injected(pod)) == ("8Gi", "8Gi")
     assert "resources" not in init_container(injected(pod))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "after"),
+    [
+        (("8Gi", "8Gi"), (8 * GIB,), ("8Gi", "8Gi")),
+        (("", "8Gi"), (8 * GIB,), ("", "8Gi")),
+        (("8Gi", "8Gi"), (8 * GIB, 9 * GIB), ("8320Mi", "8320Mi")),
+        (("8Gi", "8Gi"), (8320 << 20,), ("8320Mi", "8320Mi")),
+        (("8Gi", "8Gi"), (8 * GIB, 0), ("8320Mi", "8320Mi")),
+        (("8Gi", "8Gi"), (), ("8320Mi", "8320Mi")),
+        (("4Gi", "8Gi"), (8 * GIB,), ("4Gi", "8320Mi")),
+    ],
+)
+def test_a_request_is_not_raised_above_what_every_node_has(
+    before: tuple[str, str], nodes: tuple[int, ...], after: tuple[str, str]
+) -> None:
+    known = tuple(NodeView(f"node-{amount}", memory_bytes=amount) for amount in nodes)
+    large = NodeView("cordoned", unschedulable=True, memory_bytes=64 * GIB)
+    pod = engine_pod(resources=bounded(*before))
+    assert memory_of(injected(pod, pool_with(nodes=known and (*known, large)))) == after
+
+
+def test_what_else_the_pod_reserves_counts_beside_its_engine() -> None:
+    pool = pool_with(nodes=(NodeView("a", memory_bytes=10 * GIB),))
+    pod = engine_pod(resources=bounded("8Gi", "8Gi"))
+    assert memory_of(injected(pod, pool)) == ("8320Mi", "8320Mi")
+    more: tuple[Manifest, ...] = (
+        {"containers": [*pod["spec"]["containers"], {"name": "log", "resources": bounded("2Gi", "2Gi")}]},
+        {"initContainers": [{"name": "log", "restartPolicy": "Always", "resources": bounded("", "2Gi")}]},
+        {"overhead": {"memory": "2Gi"}},
+    )
+    for spec in more:
+        assert memory_of(injected({**pod, "spec": {**pod["spec"], **spec}}, pool)) == ("8Gi", "8Gi")
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,19 @@ def test_a_container_of_the_users_with_our_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "needed"),
+    [("kvpool.io/pool", "chat"), ("kvpool.io/pool-namespace", "default"), ("kvpool.io/role", "engine")],
+)
+def test_a_label_of_the_users_is_not_changed(label: str, needed: str) -> None:
+    pod = engine_pod()
+    for value in ("mine", ""):
+        pod["metadata"]["labels"][label] = value
+        assert skip_reason(pod) == reasons.LABEL_TAKEN
+    pod["metadata"]["labels"][label] = needed
+    assert skip_reason(pod) == ""
+
+
+@pytest.mark.parametrize(
     ("path", "expected"),
     [
         ("/opt", reasons.MOUNT_PATH_TAKEN),
@@ -185,6 +198,27 @@ def test_the_image_is_missing_on_a_node_where_the_pod_may_land() -> None:
     missing = pool_with(nodes_without_image=(node,))
     assert skip_reason(engine_pod(), missing) == reasons.IMAGE_MISSING_ON_NODE
     assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "a"}), missing) == ""
+
+
+A, B = (NodeView(name, {"kubernetes.io/hostname": name}) for name in ("a", "b"))
+
+
+def test_an_image_that_is_never_pulled_is_only_where_a_ready_agent_runs_it() -> None:
+    never = pool_with(image_pull_policy="Never", nodes=(A, B), nodes_with_image=frozenset({"a"}))
+    assert skip_reason(engine_pod(), never) == reasons.IMAGE_MISSING_ON_NODE
+    assert skip_reason(pod_with(nodeName="b"), never) == reasons.IMAGE_MISSING_ON_NODE
+    assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "a"}), never) == ""
+    everywhere = pool_with(image_pull_policy="Never", nodes=(A, B), nodes_with_image=frozenset({"a", "b"}))
+    assert skip_reason(engine_pod(), everywhere) == ""
+
+
+@pytest.mark.parametrize("policy", ["IfNotPresent", "Always"])
+def test_an_image_that_agents_pulled_can_be_had_elsewhere_unless_one_could_not(policy: str) -> None:
+    known: dict[str, Any] = {"image_pull_policy": policy, "nodes": (A, B), "nodes_with_image": frozenset({"a"})}
+    assert skip_reason(engine_pod(), pool_with(**known)) == ""
+    failing = pool_with(**known, nodes_without_image=(NodeView("c", {"kubernetes.io/hostname": "c"}),))
+    assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "b"}), failing) == reasons.IMAGE_MISSING_ON_NODE
+    assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "a"}), failing) == ""
 
 
 GPU = NodeView(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
 
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.sample import sample_pods
@@ -69,6 +72,26 @@ def test_a_verdict_holds_for_a_while() -> None:
     assert cache.refusal("a", POOL) == "no hostPath"
     policies.now += 2
     assert cache.refusal("a", POOL) == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": "elsewhere.example.com/kvpool:1.0"},
+        {"image_pull_policy": "Never"},
+        {"image_pull_secrets": ("registry",)},
+        {"socket_folder": "/var/run/kvpool/default/other"},
+        {"name": "other"},
+        {"namespace": "other"},
+    ],
+)
+def test_a_verdict_is_not_taken_for_a_pool_that_puts_something_else_into_the_pod(changes: dict[str, Any]) -> None:
+    other = replace(POOL, **changes)
+    refused = sample_pods(other)[1]
+    cache = VerdictCache(lambda _, pod: "not this one" if pod == refused else "")
+    for _ in range(2):
+        assert cache.refusal("a", POOL) == ""
+        assert cache.refusal("a", other) == "not this one"
 
 
 def test_a_refresh_asks_before_a_verdict_ends() -> None:

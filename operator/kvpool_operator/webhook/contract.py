@@ -60,6 +60,11 @@ TRANSFER_CONFIG: Final = _compact(
 EVENTS_CONFIG: Final = _compact({"enable_kv_cache_events": True, "publisher": "null"})
 
 
+def engine_labels(namespace: str, pool: str) -> dict[str, str]:
+    """Labels by which routers and status find an engine of the pool."""
+    return {POOL: pool, POOL_NAMESPACE_LABEL: namespace, ROLE_LABEL: ENGINE_ROLE}
+
+
 def token_audience(namespace: str, pool: str) -> str:
     """Audience of the token by which an engine of the pool proves its pod."""
     return f"kvpool.io/{namespace}/{pool}"

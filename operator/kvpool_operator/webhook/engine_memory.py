@@ -1,7 +1,8 @@
 """Memory and resources that injection adds: page tables of the mapped arena, and what the init container asks for. Pure.
 
 An engine process that maps the arena with 4 KiB pages needs 2 MiB of page tables per GiB, charged to its own container
-(DESIGN section 6). Invariant: the pod keeps its QoS class, and asks for no more than before but those page tables.
+(DESIGN section 6). Invariant: the pod keeps its QoS class, asks for no more than before but those page tables, and is not
+asked more for than a node has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_command import Engine
+from kvpool_operator.webhook.placement import may_land
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
 MIB = 1 << 20
@@ -55,7 +57,8 @@ def page_table_bytes(engine: Engine, pool: PoolView) -> int:
 def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: NamespaceFacts) -> None:
     """Raise the engine's memory limit, and its request where that is the same (a Guaranteed pod stays so).
 
-    Left alone: no limit; a limit of the whole pod; a namespace that bounds memory, where more might be refused.
+    Left alone: no limit; a limit of the whole pod; a namespace that bounds memory, where more might be refused; a request
+    that would then fit no node.
     """
     container: Manifest = pod["spec"]["containers"][engine.index]
     resources = container.get("resources") or {}
@@ -64,9 +67,29 @@ def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: Names
     extra = page_table_bytes(engine, pool)
     if limit is None or not extra or namespace.bounds_memory or pod["spec"].get("resources"):
         return
+    is_request_raised = request in (None, limit)
+    if is_request_raised and not _fits_a_node(pod, pool, extra):
+        return
     limits["memory"] = _quantity(limit + extra)
     if request == limit:
         requests["memory"] = limits["memory"]
+
+
+def _fits_a_node(pod: Manifest, pool: PoolView, extra: int) -> bool:
+    """Whether some node where the pod may land has that much more; also where no such node is known."""
+    rooms = [node.memory_bytes for node in pool.nodes if may_land(pod, node)]
+    wanted = _requested_bytes(pod["spec"]) + extra
+    return not rooms or any(room == 0 or room >= wanted for room in rooms)
+
+
+def _requested_bytes(spec: Manifest) -> int:
+    """What the scheduler reserves while containers and sidecars run."""
+    sidecars = [each for each in spec.get("initContainers") or [] if each.get("restartPolicy") == "Always"]
+    resources = [each.get("resources") or {} for each in [*spec["containers"], *sidecars]]
+    amounts = [
+        (each.get("requests") or {}).get("memory") or (each.get("limits") or {}).get("memory") for each in resources
+    ]
+    return sum(memory_bytes(each) or 0 for each in [*amounts, (spec.get("overhead") or {}).get("memory")])
 
 
 def _quantity(amount: int) -> str:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 from kvpool_operator.webhook.contract import (
     CONNECTOR_VOLUME,
-    ENGINE_ROLE,
     INIT_CONTAINER,
     INJECTED_ANNOTATION,
-    POOL,
-    POOL_NAMESPACE_LABEL,
     PORT_ANNOTATION,
-    ROLE_LABEL,
     SKIPPED_ANNOTATION,
     Manifest,
+    engine_labels,
 )
 from kvpool_operator.webhook.engine_checks import ENGINE_CHECKS, missing_arguments
 from kvpool_operator.webhook.engine_command import Engine, find_engine
@@ -32,7 +29,14 @@ from kvpool_operator.webhook.pieces import (
     has_named,
 )
 from kvpool_operator.webhook.skip_reasons import Skip
-from kvpool_operator.webhook.step_aside import check_image, check_kind, check_names, check_namespace, check_pool
+from kvpool_operator.webhook.step_aside import (
+    check_image,
+    check_kind,
+    check_labels,
+    check_names,
+    check_namespace,
+    check_pool,
+)
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
 
@@ -76,7 +80,11 @@ def decide(pod: Manifest, around: Surroundings) -> Injection | Skip | AlreadyInj
     engine = _checked_engine(pod)
     if isinstance(engine, Skip):
         return engine
-    skip = check_names(pod, engine.container) or check_image(pod, around.pool, around.namespace)
+    skip = (
+        check_names(pod, engine.container)
+        or check_labels(pod, around.pool)
+        or check_image(pod, around.pool, around.namespace)
+    )
     if skip:
         return skip
     return Injection(injected(pod, engine, around.pool, around.facts), around.reference)
@@ -131,9 +139,8 @@ def _add_to(pod: Manifest, engine: Engine, pool: PoolView) -> None:
     if arguments:
         container["args"] = [*(container.get("args") or []), *arguments]
     metadata = pod["metadata"]
-    labels = metadata["labels"] = metadata.get("labels") or {}
+    metadata["labels"] = engine_labels(pool.namespace, pool.name) | (metadata.get("labels") or {})
     annotations = metadata["annotations"] = metadata.get("annotations") or {}
-    labels |= {POOL: pool.name, POOL_NAMESPACE_LABEL: pool.namespace, ROLE_LABEL: ENGINE_ROLE}
     annotations |= {INJECTED_ANNOTATION: f"{pool.namespace}/{pool.name}", PORT_ANNOTATION: str(engine.port)}
     annotations.pop(SKIPPED_ANNOTATION, None)
 

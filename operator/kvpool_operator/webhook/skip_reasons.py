@@ -31,6 +31,7 @@ USER_NAMESPACE: Final = "UserNamespace"
 NOT_A_PREDICTOR: Final = "NotAPredictor"
 DISAGGREGATED_ROLE: Final = "DisaggregatedRole"
 NAME_TAKEN: Final = "NameTaken"
+LABEL_TAKEN: Final = "LabelTaken"
 MOUNT_PATH_TAKEN: Final = "MountPathTaken"
 
 # --- the engine -------------------------------------------------------------------------------------------------------

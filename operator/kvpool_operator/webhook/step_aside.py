@@ -16,12 +16,14 @@ from kvpool_operator.webhook.contract import (
     TOKEN_PATH,
     TOKEN_VOLUME,
     Manifest,
+    engine_labels,
 )
 from kvpool_operator.webhook.placement import may_land
 from kvpool_operator.webhook.pod_security import enforced_level
 from kvpool_operator.webhook.skip_reasons import (
     DISAGGREGATED_ROLE,
     IMAGE_MISSING_ON_NODE,
+    LABEL_TAKEN,
     MOUNT_PATH_TAKEN,
     NAME_TAKEN,
     NAMESPACE_NOT_ALLOWED,
@@ -39,7 +41,7 @@ from kvpool_operator.webhook.skip_reasons import (
     WINDOWS_POD,
     Skip,
 )
-from kvpool_operator.webhook.views import NamespaceFacts, PoolView
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView, PoolView
 
 _SANDBOXES = re.compile(r"gvisor|runsc|kata|firecracker|sandbox|confidential|coco|wasm|hyperv", re.IGNORECASE)
 _RUN = re.compile(r"^/var/run(?=/|$)")
@@ -88,6 +90,13 @@ def check_image(pod: Manifest, pool: PoolView, namespace: str) -> Skip | None:
             f"the agent on node {without} cannot get image {pool.image}, and the pod may land there: "
             "make the image available, or keep the pod off that node",
         )
+    unproven = next((node.name for node in _unproven_nodes(pool) if may_land(pod, node)), None)
+    if unproven is not None:
+        return Skip(
+            IMAGE_MISSING_ON_NODE,
+            f"no Ready agent shows that node {unproven} has or can get image {pool.image}, and the pod may land there: "
+            "let the pool's agents run there too, or keep the pod off that node",
+        )
     own = {secret.get("name") for secret in pod.get("spec", {}).get("imagePullSecrets") or []}
     missing = [name for name in pool.image_pull_secrets if name not in own]
     if missing and namespace != pool.namespace:
@@ -96,6 +105,17 @@ def check_image(pod: Manifest, pool: PoolView, namespace: str) -> Skip | None:
             f"image {pool.image} needs pull secret {missing[0]}: create it in {namespace} and name it in imagePullSecrets",
         )
     return None
+
+
+def _unproven_nodes(pool: PoolView) -> list[NodeView]:
+    """Nodes that may lack the image for ever.
+
+    An image that is never pulled is only where an agent runs it. One that is pulled can be had from everywhere, as far as
+    no agent's experience says otherwise.
+    """
+    if pool.image_pull_policy != "Never" and not pool.nodes_without_image:
+        return []
+    return [node for node in pool.nodes if node.name not in pool.nodes_with_image]
 
 
 def check_kind(pod: Manifest) -> Skip | None:
@@ -147,6 +167,17 @@ def check_names(pod: Manifest, container: Manifest) -> Skip | None:
             return Skip(
                 MOUNT_PATH_TAKEN,
                 f"container {container.get('name')} mounts {path}, where the connector, socket or token has to lie: move it",
+            )
+    return None
+
+
+def check_labels(pod: Manifest, pool: PoolView) -> Skip | None:
+    """Our labels are free. A changed one would take the pod from its ReplicaSet, which would make another, without end."""
+    own = pod.get("metadata", {}).get("labels") or {}
+    for name, value in engine_labels(pool.namespace, pool.name).items():
+        if own.get(name, value) != value:
+            return Skip(
+                LABEL_TAKEN, f"the pod's label {name} is {own[name]}, an engine of the pool needs {value}: remove it"
             )
     return None
 

@@ -1,11 +1,13 @@
 """Whether a namespace lets injected pods in, found out by dry runs of two sample pods.
 
-That finds what labels do not show: cluster-wide defaults and other policies. Invariant: only a pod that is refused while
-its plain twin is admitted counts; what is not known counts as admitted.
+That finds what labels do not show: cluster-wide defaults and other policies. Invariants: only a pod that is refused while
+its plain twin is admitted counts; what is not known counts as admitted; a verdict holds for just what was tried, so pools
+with another image or folder have their own.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -26,48 +28,64 @@ DryRun = Callable[[str, Manifest], str]
 
 
 @dataclass(frozen=True, slots=True)
+class _Question:
+    """A namespace and the two sample pods, as JSON."""
+
+    namespace: str
+    plain: str
+    injected: str
+
+
+def _question(namespace: str, pool: PoolView) -> _Question:
+    plain, injected = sample_pods(pool)
+    return _Question(namespace, json.dumps(plain), json.dumps(injected))
+
+
+@dataclass(frozen=True, slots=True)
 class _Verdict:
     refusal: str
     expires: float
 
 
 class VerdictCache:
-    """Verdicts by namespace; thread-safe."""
+    """Verdicts by namespace and what is put into the pod; thread-safe."""
 
     def __init__(self, dry_run: DryRun, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._dry_run = dry_run
         self._clock = clock
         self._lock = threading.Lock()
-        self._verdicts: dict[str, _Verdict] = {}
+        self._verdicts: dict[_Question, _Verdict] = {}
 
     def refresh(self, namespaces: Iterable[str], pool: PoolView) -> None:
         """Ask for every namespace whose verdict is older than half its life."""
         for namespace in namespaces:
-            known = self._known(namespace)
+            question = _question(namespace, pool)
+            known = self._known(question)
             if known is None or known.expires - self._clock() < VERDICT_SECONDS / 2:
-                self._ask(namespace, pool)
+                self._ask(question)
 
     def refusal(self, namespace: str, pool: PoolView) -> str:
         """Why injected pods are refused; "" when they are not, or when that cannot be found out."""
-        known = self._known(namespace) or self._ask(namespace, pool)
+        question = _question(namespace, pool)
+        known = self._known(question) or self._ask(question)
         return known.refusal if known is not None else ""
 
-    def _known(self, namespace: str) -> _Verdict | None:
+    def _known(self, question: _Question) -> _Verdict | None:
         with self._lock:
-            known = self._verdicts.get(namespace)
+            known = self._verdicts.get(question)
         return known if known is not None and known.expires > self._clock() else None
 
-    def _ask(self, namespace: str, pool: PoolView) -> _Verdict | None:
-        plain, injected = sample_pods(pool)
+    def _ask(self, question: _Question) -> _Verdict | None:
+        namespace = question.namespace
         try:
-            refusal = self._dry_run(namespace, injected)
-            if refusal and self._dry_run(namespace, plain):
+            refusal = self._dry_run(namespace, json.loads(question.injected))
+            if refusal and self._dry_run(namespace, json.loads(question.plain)):
                 refusal = ""  # every pod is refused, as by a quota that is used up: not for what we add
         except Exception as error:  # noqa: BLE001 whatever the client raises: not known
             logger.warning("no verdict on namespace %s: %s", namespace, error)
             return None
         verdict = _Verdict(refusal, self._clock() + VERDICT_SECONDS)
         with self._lock:
-            self._verdicts = {name: each for name, each in self._verdicts.items() if each.expires > self._clock()}
-            self._verdicts[namespace] = verdict
+            self._verdicts = {asked: each for asked, each in self._verdicts.items() if each.expires > self._clock()}
+            self._verdicts[question] = verdict
         return verdict

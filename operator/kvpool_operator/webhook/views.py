@@ -25,6 +25,8 @@ class NodeView:
     allocatable: frozenset[str] = frozenset()
     """Names of the resources of which the node has any."""
     unschedulable: bool = False
+    memory_bytes: int = 0
+    """Allocatable; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class PoolView:
     huge_pages: bool = False
     nodes_without_image: tuple[NodeView, ...] = ()
     """Nodes whose agent pod cannot get `image`."""
+    nodes_with_image: frozenset[str] = frozenset()
+    """Names of the nodes on which a Ready agent runs `image`."""
+    nodes: tuple[NodeView, ...] = ()
+    """Every node of the cluster."""
 
 
 @dataclass(frozen=True, slots=True)

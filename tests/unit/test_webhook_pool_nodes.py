@@ -1,0 +1,59 @@
+"""The webhook is told of the nodes: their memory, and where agents show that their image can be had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool_operator.directory import Directory
+from kvpool_operator.webhook.views import NodeView, PoolView
+from tests.unit.fake_api_server import fake_api_server
+from tests.unit.operator_pools import SETTINGS, UID, manifest
+
+AGENT = {
+    "app.kubernetes.io/component": "agent",
+    "app.kubernetes.io/managed-by": "kvpool-operator",
+    "kvpool.io/pool-uid": UID,
+}
+READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+NO_IMAGE = {"containerStatuses": [{"name": "agent", "state": {"waiting": {"reason": "ErrImageNeverPull"}}}]}
+
+
+def agent_pod(node: str, status: dict[str, Any], image: str = SETTINGS.image) -> dict[str, Any]:
+    """An agent pod of the pool."""
+    return {
+        "kind": "Pod",
+        "metadata": {"namespace": "inference", "name": f"chat-agent-{node}", "labels": AGENT},
+        "spec": {"nodeName": node, "containers": [{"name": "agent", "image": image}]},
+        "status": status,
+    }
+
+
+def view_of(*pods: dict[str, Any]) -> PoolView:
+    """The pool on a cluster of nodes a, b, c and d."""
+    with fake_api_server() as server:
+        for name in "abcd":
+            server.put({"kind": "Node", "metadata": {"name": name}, "status": {"allocatable": {"memory": "1Gi"}}})
+        server.put({"kind": "Namespace", "metadata": {"name": "inference"}})
+        server.put(manifest())
+        for pod in pods:
+            server.put(pod)
+        directory = Directory(server.kube(), SETTINGS)
+        directory.refresh()
+        found = directory.find_pool("inference", "chat")
+    assert found is not None
+    return found
+
+
+def test_a_ready_agent_shows_that_its_node_has_the_image_and_one_without_it_that_it_has_not() -> None:
+    view = view_of(
+        agent_pod("a", READY), agent_pod("b", NO_IMAGE), agent_pod("c", {}), agent_pod("d", READY, "kvpool:old")
+    )
+    assert view.nodes_with_image == {"a"}
+    assert view.ready_agents == 1
+    assert [node.name for node in view.nodes_without_image] == ["b"]
+
+
+def test_every_node_is_known_with_its_memory() -> None:
+    assert view_of().nodes == tuple(
+        NodeView(name, allocatable=frozenset({"memory"}), memory_bytes=1 << 30) for name in "abcd"
+    )
