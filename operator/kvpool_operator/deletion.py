@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvpool_operator import names, reasons
 from kvpool_operator.observed import Pod
+from kvpool_operator.valkey.acl import escape_glob
 
 AGENTS_SECONDS = 25.0
 """Agents that are still there then are on nodes that are away: they cannot be waited for."""
@@ -84,9 +86,10 @@ def _after_job(scene: Scene, job: Mapping[str, Any]) -> Step:
 
 
 def _left(scene: Scene, why: str) -> str:
+    pattern = shlex.quote(escape_glob(scene.key_prefix) + "*")
     return (
         f"keys that begin with {scene.key_prefix!r} may be left in Valkey: {why}: remove them with "
-        f"valkey-cli --scan --pattern '{scene.key_prefix}*' and UNLINK, or let them be evicted"
+        f"valkey-cli --scan --pattern {pattern} and UNLINK, or let them be evicted"
     )
 
 

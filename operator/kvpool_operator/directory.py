@@ -15,6 +15,7 @@ from kvpool_operator import names, projections
 from kvpool_operator.kube import Kube, Raw
 from kvpool_operator.kube_errors import KubeError
 from kvpool_operator.observed import Namespace, Node, Pod
+from kvpool_operator.ownership import is_of_workload
 from kvpool_operator.plan import agent, allowed_namespaces
 from kvpool_operator.plan.rbac import EVERYWHERE
 from kvpool_operator.pool import Pool, PoolError, parse_pool
@@ -106,6 +107,7 @@ class Directory:
         self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod], nodes: tuple[NodeView, ...]
     ) -> PoolView:
         image = agent.image(pool, self._settings)
+        agents = [pod for pod in agents if is_of_workload(pod, pool)]
         ready = [pod for pod in agents if pod.is_ready and not pod.is_terminating and _runs(pod, image)]
         lacking = {pod.node for pod in agents if _lacks(pod)}
         allowed = allowed_namespaces(pool, namespaces)

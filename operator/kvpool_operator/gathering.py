@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from kvpool_operator import names, projections
 from kvpool_operator.kube import Kube
 from kvpool_operator.observed import Namespace, Node, Pod, WarningEvent
+from kvpool_operator.ownership import Claim, claim, is_of_workload
+from kvpool_operator.plan.rbac import EVERYWHERE
 from kvpool_operator.pool import Pool
 
 ENDED = frozenset({"Succeeded", "Failed"})
@@ -38,34 +40,47 @@ def read_nodes(kube: Kube, pool: Pool) -> tuple[Node, ...]:
 
 
 def read_pods(kube: Kube, pool: Pool) -> tuple[Pod, ...]:
-    """The pool's own pods."""
+    """The pool's own pods, also those whose workload is gone already."""
     labels = f"{names.POOL_UID_LABEL}={pool.uid}"
-    return tuple(projections.pod(raw) for raw in kube.list_all("Pod", namespace=pool.namespace, labels=labels))
+    pods = (projections.pod(raw) for raw in kube.list_all("Pod", namespace=pool.namespace, labels=labels))
+    return tuple(pod for pod in pods if is_of_workload(pod, pool))
 
 
-def read_engines(kube: Kube, pool: Pool) -> tuple[Pod, ...]:
-    """Pods with the connector of this pool."""
+def read_members(kube: Kube, pool: Pool) -> tuple[Pod, ...]:
+    """The pool's own pods that may be sent a token or a password: agents and Valkey's only of the workloads that are there."""
+    uids = {names.AGENT: _uid(kube, pool, "DaemonSet", names.agent_name(pool))}
+    if pool.managed is not None:
+        uids[names.VALKEY] = _uid(kube, pool, "StatefulSet", names.valkey_name(pool))
+    return tuple(pod for pod in read_pods(kube, pool) if uids.get(pod.component, pod.owner.uid) == pod.owner.uid)
+
+
+def _uid(kube: Kube, pool: Pool, kind: str, name: str) -> str | None:
+    raw = kube.get(kind, pool.namespace, name)
+    if raw is None or claim(raw["metadata"], pool) not in (Claim.OURS, Claim.GOING):
+        return None
+    return str(raw["metadata"]["uid"])
+
+
+def read_engines(kube: Kube, pool: Pool, allowed: tuple[str, ...]) -> tuple[Pod, ...]:
+    """Pods with the connector of this pool, where it may be used: their labels alone could be anybody's."""
     labels = f"{names.ROLE_LABEL}=engine,{names.POOL_LABEL}={pool.name},{names.POOL_NAMESPACE_LABEL}={pool.namespace}"
-    pods = (projections.pod(raw) for raw in kube.list_all("Pod", labels=labels))
-    return tuple(pod for pod in pods if pod.phase not in ENDED)
+    return tuple(_living(kube, allowed, labels))
 
 
 def read_candidates(kube: Kube, pool: Pool, allowed: tuple[str, ...]) -> tuple[Pod, ...]:
     """Pods that name this pool and have no connector."""
     labels = f"{names.INJECT_LABEL}=true,{names.ROLE_LABEL}!=engine"
-    pods = (
-        projections.pod(raw)
-        for namespace in _places(allowed)
-        for raw in kube.list_all("Pod", namespace=namespace, labels=labels)
-    )
-    return tuple(pod for pod in pods if pod.phase not in ENDED and opted_into(pod) == pool.key)
+    return tuple(pod for pod in _living(kube, allowed, labels) if opted_into(pod) == pool.key)
 
 
-def _places(allowed: tuple[str, ...]) -> Iterator[str | None]:
-    if allowed == ("*",) or len(allowed) > NAMESPACES_ASKED_ONE_BY_ONE:
-        yield None
-    else:
-        yield from allowed
+def _living(kube: Kube, allowed: tuple[str, ...], labels: str) -> Iterator[Pod]:
+    """Pods in the allowed namespaces that have not ended."""
+    is_few = allowed != EVERYWHERE and len(allowed) <= NAMESPACES_ASKED_ONE_BY_ONE
+    for namespace in allowed if is_few else (None,):
+        for raw in kube.list_all("Pod", namespace=namespace, labels=labels):
+            pod = projections.pod(raw)
+            if pod.phase not in ENDED and (allowed == EVERYWHERE or pod.namespace in allowed):
+                yield pod
 
 
 def opted_into(pod: Pod) -> tuple[str, str] | None:

@@ -61,6 +61,15 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The controller that a pod says it was made by."""
+
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
     """A pod. `unscheduled`: the scheduler's message while it has no node."""
 
@@ -76,6 +85,7 @@ class Pod:
     target_node: str = ""
     """The node that a DaemonSet's pod is meant for."""
     created_at: str = ""
+    owner: Owner = Owner()
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     """Only those of kvpool.io."""

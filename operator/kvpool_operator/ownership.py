@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpool_operator import names
 from kvpool_operator.names import Manifest
+from kvpool_operator.observed import Pod
 from kvpool_operator.pool import Pool
 
 Raw = Mapping[str, Any]
@@ -55,6 +56,18 @@ def _is_of_former(labels: Raw, pool: Pool) -> bool:
         and labels.get(names.POOL_NAMESPACE_LABEL) == pool.namespace
         and bool(labels.get(names.POOL_UID_LABEL))
     )
+
+
+def is_of_workload(pod: Pod, pool: Pool) -> bool:
+    """Whether a pod says that one of the pool's workloads made it: its labels alone could be anybody's."""
+    owner = pod.owner
+    made_by = {
+        names.AGENT: owner.kind == "DaemonSet" and owner.name == names.agent_name(pool),
+        names.ROUTER: owner.kind == "ReplicaSet" and owner.name.rpartition("-")[0] == names.router_name(pool),
+        names.VALKEY: owner.kind == "StatefulSet" and owner.name == names.valkey_name(pool),
+        names.PURGE: owner.kind == "Job" and owner.name == names.purge_name(pool),
+    }
+    return pod.namespace == pool.namespace and made_by.get(pod.component, False)
 
 
 def fingerprint(live: Raw, planned: Manifest) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpool_operator import names
-from kvpool_operator.observed import Container, Namespace, Node, Pod, Taint, WarningEvent, Workload
+from kvpool_operator.observed import Container, Namespace, Node, Owner, Pod, Taint, WarningEvent, Workload
 
 Raw = Mapping[str, Any]
 
@@ -76,6 +76,7 @@ def pod(raw: Raw) -> Pod:
         unscheduled=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
         target_node=_target_node(spec),
         created_at=meta.get("creationTimestamp") or "",
+        owner=_owner(meta),
         labels=meta.get("labels") or {},
         annotations={
             key: value for key, value in (meta.get("annotations") or {}).items() if key.startswith("kvpool.io/")
@@ -83,6 +84,11 @@ def pod(raw: Raw) -> Pod:
         containers=tuple(_container(state) for state in states),
         images=frozenset(one.get("image", "") for one in spec.get("containers") or ()),
     )
+
+
+def _owner(meta: Raw) -> Owner:
+    found: Raw = next((one for one in meta.get("ownerReferences") or () if one.get("controller")), {})
+    return Owner(kind=found.get("kind", ""), name=found.get("name", ""), uid=found.get("uid", ""))
 
 
 def _target_node(spec: Raw) -> str:

@@ -22,7 +22,7 @@ COMPLETE, UNREACHABLE, BAD_ARGUMENTS, INCOMPLETE = 0, 1, 2, 3
 """Exit codes."""
 TERMINATION_LOG = Path("/dev/termination-log")
 REPLY_SECONDS = 5.0
-"""For each connect and each reply: an UNLINK of thousands of keys waits for the server's only thread."""
+"""For connecting and for each exchange: an UNLINK of thousands of keys waits for the server's only thread."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

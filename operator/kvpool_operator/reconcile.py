@@ -106,10 +106,11 @@ class Reconciler:
 
     def reconcile(self, key: Key) -> float | None:
         """Look at one pool; seconds until the next look at the latest, None: the resync will do."""
-        raw = self._kube.get(names.KIND, *key)
+        raw, was_known = self._kube.get(names.KIND, *key), key in self._uids
         self._forget_others(key, raw["metadata"]["uid"] if raw else "")
         if raw is None:
-            collect(self._kube, operator_namespace=self._settings.namespace)
+            if was_known:  # others are but names in somebody's labels; what they left is for the resync
+                collect(self._kube, operator_namespace=self._settings.namespace)
             return None
         now = self._clock()
         try:
@@ -133,7 +134,7 @@ class Reconciler:
         gathered = Gathered(
             namespaces=namespaces,
             nodes=gathering.read_nodes(self._kube, pool),
-            pods=gathering.read_pods(self._kube, pool),
+            pods=gathering.read_members(self._kube, pool),
             generated=self._secrets(pool),
             now=now,
         )
@@ -189,17 +190,18 @@ class Reconciler:
         self, pool: Pool, gathered: Gathered, outcome: Outcome, allowed: tuple[str, ...], valkey: ValkeyHealth | None
     ) -> Observed:
         agents = tuple(pod for pod in gathered.pods if pod.component == names.AGENT)
+        away = {node.name for node in gathered.nodes if not node.is_ready}
         amiss = not all(pod.is_ready for pod in gathered.pods) or any(
             one.existing < one.desired for one in gathered.workloads
         )
         return Observed(
             nodes=gathered.nodes,
             pods=gathered.pods,
-            engines=gathering.read_engines(self._kube, pool),
+            engines=gathering.read_engines(self._kube, pool, allowed),
             candidates=gathering.read_candidates(self._kube, pool, allowed),
             workloads=gathered.workloads,
             warnings=gathering.read_warnings(self._kube, pool) if amiss else (),
-            stats=agent_stats.ask_all(agents, gathered.generated.token),
+            stats=agent_stats.ask_all([pod for pod in agents if pod.node not in away], gathered.generated.token),
             agent_image=agent.image(pool, self._settings),
             agent_memory_bytes=agent.pod_memory_bytes(pool),
             valkey=valkey,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_operator import agent_stats
 from kvpool_operator.health import HealthServer
 from kvpool_operator.metrics import OperatorMetrics
-from kvpool_operator.observed import Pod
+from kvpool_operator.observed import AgentStats, Pod
+from tests.unit.dripping import dripping
 
 STATS = {
     "ready": False,
@@ -88,6 +92,46 @@ def test_only_running_pods_are_asked() -> None:
         stats = agent_stats.ask_all(pods, "t", port=port)
 
     assert set(stats) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"arena": ["x"], "ready": True},
+        {"valkey": "x", "arena": 1, "ready": True},
+        {"arena": {"reason": {"a": 1}, "waiting_for": ["x"]}, "waiting_for": 7, "ready": True},
+    ],
+)
+def test_parts_of_the_wrong_type_count_as_absent(answer: dict[str, Any]) -> None:
+    with agent(json.dumps(answer).encode()) as (port, _):
+        stats = agent_stats.ask_all(
+            [Pod(namespace="n", name="a", uid="a", ip="127.0.0.1", phase="Running")], "t", port=port
+        )
+
+    assert stats == {"a": AgentStats(is_ready=True)}
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'{"ready": ' + b"9" * 5000 + b"}", b"\xff"])
+def test_hostile_json_is_an_answer_too(answer: bytes) -> None:
+    with agent(answer) as (port, _):
+        assert agent_stats.ask("127.0.0.1", "t", port=port).error
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"])
+def test_agent_that_drips_is_left_at_the_deadline(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_stats, "ASK_TIMEOUT_SECONDS", 0.3)
+    with dripping(start) as port:
+        began = time.monotonic()
+        stats = agent_stats.ask("127.0.0.1", "t", port=port)
+
+    assert stats.error
+    assert time.monotonic() - began < 2.0
+
+
+def test_agent_that_sends_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_stats, "ANSWER_MAX_BYTES", 1000)
+    with agent(b" " * 2000 + b"{}") as (port, _):
+        assert "too long" in agent_stats.ask("127.0.0.1", "t", port=port).error
 
 
 def test_agent_is_asked_to_drain() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpool_operator import names, reasons
+from kvpool_operator import agent_stats, names, reasons
 from kvpool_operator.fence import OpenFence
 from kvpool_operator.kube_errors import UnavailableError
-from kvpool_operator.observed import Pod, ValkeyHealth
+from kvpool_operator.observed import AgentStats, Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.story import Storyteller
 from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
@@ -62,6 +62,12 @@ def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
     return next(one for one in pool["status"]["conditions"] if one["type"] == kind)
 
 
+def made_by(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """The owner references of a pod of it."""
+    meta = workload["metadata"]
+    return [{"kind": workload["kind"], "name": meta["name"], "uid": meta["uid"], "controller": True}]
+
+
 def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
     """Play the DaemonSet controller and the kubelet of one node."""
     daemon_set = api.find("DaemonSet", "chat-agent")
@@ -76,7 +82,12 @@ def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
         api.put(
             {
                 "kind": "Pod",
-                "metadata": {**template["metadata"], "namespace": "inference", "name": "chat-agent-x"},
+                "metadata": {
+                    **template["metadata"],
+                    "namespace": "inference",
+                    "name": "chat-agent-x",
+                    "ownerReferences": made_by(daemon_set),
+                },
                 "spec": {"nodeName": "node-1", "containers": template["spec"]["containers"]},
                 "status": {
                     "phase": "Running",
@@ -309,8 +320,7 @@ def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer)
     operating.reconcile(KEY)
     stateful_set = api.find("StatefulSet", "chat-valkey")
     assert stateful_set is not None
-    labels = {**stateful_set["spec"]["template"]["metadata"]["labels"]}
-    api.put({"kind": "Pod", "metadata": {"namespace": "inference", "name": "chat-valkey-0", "labels": labels}})
+    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set))
     api.put(manifest(valkey={"managed": {"shards": 1, "memoryPerShard": "1Gi"}}))
 
     heal.replicas = 3
@@ -319,6 +329,89 @@ def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer)
     heal.replicas = 1
     operating.reconcile(KEY)
     assert replicas(api) == 1
+
+
+def put_valkey_pod(api: FakeApiServer, stateful_set: dict[str, Any], name: str, owners: list[dict[str, Any]]) -> None:
+    """A pod with the labels of a shard."""
+    labels = {**stateful_set["spec"]["template"]["metadata"]["labels"]}
+    meta = {"namespace": "inference", "name": name, "labels": labels, "ownerReferences": owners}
+    api.put({"kind": "Pod", "metadata": meta})
+
+
+def test_password_goes_to_no_pod_that_only_has_the_labels_of_a_shard(api: FakeApiServer) -> None:
+    asked: list[str] = []
+
+    class Recording(Healthy):
+        def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+            asked.extend(pod.name for pod in pods)
+            return super().__call__(pods, shards=shards, password=password)
+
+    api.put(manifest(valkey=MANAGED))
+    operating = operator(api, heal=Recording())
+    operating.reconcile(KEY)
+    stateful_set = api.find("StatefulSet", "chat-valkey")
+    assert stateful_set is not None
+    (real,) = made_by(stateful_set)
+    put_valkey_pod(api, stateful_set, "chat-valkey-0", [real])
+    put_valkey_pod(api, stateful_set, "no-owner", [])
+    put_valkey_pod(api, stateful_set, "other-set", [{**real, "name": "other"}])
+    put_valkey_pod(api, stateful_set, "guessed-uid", [{**real, "uid": "guessed"}])
+    put_valkey_pod(api, stateful_set, "no-controller", [{**real, "controller": False}])
+
+    operating.reconcile(KEY)
+
+    assert asked == ["chat-valkey-0"]
+
+
+def test_token_goes_to_no_pod_that_only_has_the_labels_of_an_agent_and_to_none_on_a_node_that_is_away(
+    api: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask_all(pods: Sequence[Pod], _token: str) -> dict[str, AgentStats]:
+        asked.extend(pod.name for pod in pods)
+        return {}
+
+    monkeypatch.setattr(agent_stats, "ask_all", ask_all)
+    operating = settled(api)
+    pod, node = api.find("Pod", "chat-agent-x"), api.find("Node", "node-1")
+    assert pod is not None
+    assert node is not None
+    meta = {**pod["metadata"], "name": "fake", "uid": "fake"}
+    api.put({**pod, "metadata": {**meta, "ownerReferences": []}})
+    asked.clear()
+
+    operating.reconcile(KEY)
+    assert asked == ["chat-agent-x"]
+    agents = (api.find("KVCachePool", "chat") or {})["status"]["agents"]
+    assert (agents["ready"], agents["updated"]) == (1, 1)
+
+    api.put({**node, "status": {**node["status"], "conditions": [{"type": "Ready", "status": "Unknown"}]}})
+    asked.clear()
+    operating.reconcile(KEY)
+    assert asked == []
+
+
+@pytest.mark.parametrize("others", [0, 12])
+def test_engines_count_only_where_the_pool_may_be_used(api: FakeApiServer, others: int) -> None:
+    chosen = {"from": "Selector", "selector": {"matchLabels": {"team": "a"}}}
+    for name in ("inference", *(f"team-{number}" for number in range(others))):
+        api.put({"kind": "Namespace", "metadata": {"name": name, "labels": {"team": "a"}}})
+    labels = {names.ROLE_LABEL: "engine", names.POOL_LABEL: "chat", names.POOL_NAMESPACE_LABEL: "inference"}
+    for namespace in ("inference", "attacker"):
+        meta = {"namespace": namespace, "name": "engine", "labels": labels}
+        api.put({"kind": "Pod", "metadata": meta, "spec": {"nodeName": "elsewhere"}, "status": {"phase": "Running"}})
+
+    settled(api, allowedNamespaces=chosen)
+
+    assert (api.find("KVCachePool", "chat") or {})["status"]["agents"]["enginesWithoutAgent"] == 1
+
+
+def test_pool_that_only_labels_name_costs_one_request(api: FakeApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    operating = settled(api)
+    monkeypatch.setattr(FakeApiServer, "_list", lambda *_: pytest.fail("a list"))
+
+    assert operating.reconcile(("inference", "made-up")) is None
 
 
 def test_new_operator_keeps_valkey_pods_of_which_it_knows_nothing(api: FakeApiServer) -> None:

@@ -61,7 +61,7 @@ def step(
 ) -> HealResult:
     """Do what can be done now; safe to be called at any time. pods: every one that exists.
 
-    timeout_seconds: for each connect and each reply. patience_seconds: how long slots wait for a silent node.
+    timeout_seconds: for connecting with the login, and for each exchange. patience_seconds: how long slots wait for a silent node.
     """
     access = Access(OPERATOR, password, timeout_seconds)
     here = [pod for pod in pods if not pod.is_terminating]

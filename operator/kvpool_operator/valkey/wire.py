@@ -1,13 +1,15 @@
 """A connection to one Valkey node, and what its failures mean.
 
-Owns the use of valkey-py and the translation of its errors. Invariant: no call blocks longer than a connect and reads of
-`timeout_seconds` each; every reply of a pipeline is read, error replies are values.
+Owns the use of valkey-py and the translation of its errors. Invariant: whatever the other side is and sends, entering and
+each exchange take at most `timeout_seconds` and REPLY_MAX_BYTES, and raise only the errors below; every reply of a pipeline is
+read, error replies are values.
 """
 
 # valkey-py is typed in parts only:
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +19,12 @@ import valkey
 from valkey.exceptions import AuthenticationError, NoPermissionError, ResponseError, ValkeyError
 
 from kvpool_core.errors import KVPoolError
+from kvpool_operator.bounded_socket import BoundedSocket
 
+REPLY_MAX_BYTES = 8 << 20
+"""Of one exchange. The most that is wanted is CLUSTER SLOTS of a large cluster, and ten thousand keys of a SCAN."""
+NO_ANSWER = (ValkeyError, OSError, ValueError, OverflowError, RecursionError)
+"""What valkey-py raises when nothing comes, or something that is no reply."""
 Arguments = tuple[str | int | bytes, ...]
 Reply = bytes | int | list["Reply"] | ResponseError | None
 
@@ -36,7 +43,7 @@ class ValkeyRefusedError(KVPoolError):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to log in, and how long each connect and each reply may take. password None = no login."""
+    """How to log in, and how long connecting with the login, and each exchange, may take. password None = no login."""
 
     username: str | None
     password: str | None
@@ -48,7 +55,8 @@ class Wire:
 
     def __init__(self, host: str, port: int, access: Access, *, name: str = "") -> None:
         self._where = f"{name} at {host}:{port}" if name else f"{host}:{port}"
-        self._connection = valkey.Connection(
+        self._timeout_seconds = access.timeout_seconds
+        self._connection = _BoundedConnection(
             host=host,
             port=port,
             username=access.username,
@@ -62,10 +70,11 @@ class Wire:
 
     def exchange(self, commands: Sequence[Arguments]) -> list[Reply]:
         """Send all, read all; raises the errors above but for error replies, which are returned."""
+        self._connection.grant(self._timeout_seconds)
         try:
             self._connection.send_packed_command(self._connection.pack_commands(commands))
             return [self._read() for _ in commands]
-        except (ValkeyError, OSError) as error:
+        except NO_ANSWER as error:
             raise self.translated(error) from error
 
     def ask(self, *command: str | int | bytes) -> Reply:
@@ -88,7 +97,7 @@ class Wire:
     def __enter__(self) -> Wire:
         try:
             self._connection.connect()
-        except (ValkeyError, OSError) as error:
+        except NO_ANSWER as error:
             self._connection.disconnect()
             raise self.translated(error) from error
         return self
@@ -103,3 +112,20 @@ class Wire:
             return cast(Reply, self._connection.read_response())
         except ResponseError as error:
             return error
+
+
+class _BoundedConnection(valkey.Connection):
+    """valkey-py's timeout is for each read, so one byte now and then would keep it reading for ever."""
+
+    _bounded: BoundedSocket | None = None
+
+    def grant(self, seconds: float) -> None:
+        """For what follows."""
+        if self._bounded is not None:
+            self._bounded.grant(deadline=time.monotonic() + seconds, max_bytes=REPLY_MAX_BYTES)
+
+    def _connect(self) -> BoundedSocket:
+        deadline = time.monotonic() + (self.socket_connect_timeout or 0.0)
+        self._bounded = BoundedSocket.take_over(super()._connect())
+        self._bounded.grant(deadline=deadline, max_bytes=REPLY_MAX_BYTES)
+        return self._bounded
