@@ -14,6 +14,7 @@ AGENT = {
     "app.kubernetes.io/managed-by": "kvpool-operator",
     "kvpool.io/pool-uid": UID,
 }
+OWNER = {"kind": "DaemonSet", "name": "chat-agent", "uid": "of-the-set", "controller": True}
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 NO_IMAGE = {"containerStatuses": [{"name": "agent", "state": {"waiting": {"reason": "ErrImageNeverPull"}}}]}
 
@@ -22,7 +23,12 @@ def agent_pod(node: str, status: dict[str, Any], image: str = SETTINGS.image) ->
     """An agent pod of the pool."""
     return {
         "kind": "Pod",
-        "metadata": {"namespace": "inference", "name": f"chat-agent-{node}", "labels": AGENT},
+        "metadata": {
+            "namespace": "inference",
+            "name": f"chat-agent-{node}",
+            "labels": AGENT,
+            "ownerReferences": [OWNER],
+        },
         "spec": {"nodeName": node, "containers": [{"name": "agent", "image": image}]},
         "status": status,
     }
