@@ -130,8 +130,7 @@ class Picker:
         refs = self._refs(endpoint)
         if not refs:
             return [Target(endpoint.address, endpoint, None, None, None)]
-        several = len(refs) > 1 or refs[0].info.dp_rank > 0
-        return [_target(endpoint, ref, model, names_rank=several) for ref in refs]
+        return [_target(endpoint, ref, model, names_rank=len(refs) > 1) for ref in refs]
 
     # --- planning -----------------------------------------------------------------------------------------------
 
