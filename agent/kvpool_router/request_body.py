@@ -14,6 +14,7 @@ import msgspec
 
 CACHE_SALT = "cache_salt"
 _MAX_SALT_CHARS = 128
+_DIGEST_PREFIX = "tenant-"
 _FORBIDDEN_IN_SALT = frozenset("@/\\\x00")
 
 _CHARS_PER_TOKEN = 4
@@ -86,10 +87,11 @@ _HASHES_DIFFER = ("prompt_embeds", "truncate_prompt_tokens", "prompt_logprobs")
 
 
 def salt_of_tenant(tenant: str) -> str:
-    """The tenant's `cache_salt`: its name, or a digest where vLLM would refuse the name as a salt."""
-    if len(tenant) <= _MAX_SALT_CHARS and not _FORBIDDEN_IN_SALT & set(tenant):
+    """The tenant's `cache_salt`: its name, or a digest where vLLM would refuse it or where it looks like a digest."""
+    is_fit = len(tenant) <= _MAX_SALT_CHARS and not _FORBIDDEN_IN_SALT & set(tenant)
+    if is_fit and not tenant.startswith(_DIGEST_PREFIX):
         return tenant
-    return "tenant-" + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+    return _DIGEST_PREFIX + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
 def parse_body(body: bytes, *, tenant: str, trust_client_salt: bool) -> RequestBody:

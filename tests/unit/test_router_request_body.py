@@ -126,6 +126,11 @@ def test_tenant_name_that_vllm_refuses_as_salt_becomes_a_digest() -> None:
     assert salt_of_tenant("team-a") == "team-a"
 
 
+def test_tenant_named_like_a_digest_does_not_get_that_tenants_salt() -> None:
+    digest = salt_of_tenant("team/a")
+    assert len({digest, salt_of_tenant(digest), salt_of_tenant(salt_of_tenant(digest))}) == 3
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
