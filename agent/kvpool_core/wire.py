@@ -64,6 +64,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, kw_only=False):
 class Hello(Message, frozen=True, tag="Hello"):
     """First message of an engine's process. `role` is "scheduler" or "worker"; `block_size` in tokens per hash.
 
+    dp_rank: as the API server at `endpoint` counts its engines.
     `arena_id` (since 2): the arena that the process maps, b"" when it maps none.
     """
 

@@ -17,12 +17,14 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool_core.errors import ConfigError
+from kvpool_router.asgi import BodyTooLargeError, read_body
+from kvpool_router.body_room import NoRoomError
 from kvpool_router.config import read_token
 from kvpool_router.endpoints import EndpointState
 from kvpool_router.fleet_index import GPU, RAM, VALKEY, AgentState
 from kvpool_router.picker import Picker, Plan, Route
 from kvpool_router.reasons import NO_ENDPOINT
-from kvpool_router.request_body import BodyError, parse_body
+from kvpool_router.request_body import BodyError
 from kvpool_router.router import Router
 
 _bearer = HTTPBearer(auto_error=False)
@@ -86,13 +88,19 @@ def _guarded_routes(router: Router) -> APIRouter:
     @routes.post("/explain")
     async def explain(request: Request) -> dict[str, object]:
         tenant = request.headers.get(router.config.tenancy.header, "")
-        try:
-            trust = router.config.tenancy.trust_client_salt
-            body = parse_body(await request.body(), tenant=tenant, trust_client_salt=trust)
-        except BodyError as error:
-            raise HTTPException(400, str(error)) from error
-        plan = await router.picker.plan(body, authorization=None)
-        return _explanation(router.picker, plan)
+        trust = router.config.tenancy.trust_client_salt
+        with router.bodies.share() as share:
+            try:
+                raw = await read_body(request.receive, max_bytes=router.config.max_body_bytes, share=share)
+                body = await router.bodies.parse(raw, tenant=tenant, trust_client_salt=trust)
+            except BodyError as error:
+                raise HTTPException(400, str(error)) from error
+            except BodyTooLargeError as error:
+                raise HTTPException(413, str(error)) from error
+            except NoRoomError as error:
+                raise HTTPException(503, str(error)) from error
+            plan = await router.picker.plan(body, authorization=None)
+            return _explanation(router.picker, plan)
 
     return routes
 

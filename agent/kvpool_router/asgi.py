@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Receive, Send
 
 from kvpool_core.errors import KVPoolError
+from kvpool_router.body_room import BodyShare
 
 
 class ClientLeftError(KVPoolError):
@@ -23,8 +24,11 @@ class BodyTooLargeError(KVPoolError):
     """The request's body is over the limit."""
 
 
-async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
-    """The whole request body; BodyTooLargeError beyond `max_bytes`, ClientLeftError when the client leaves."""
+async def read_body(receive: Receive, *, max_bytes: int, share: BodyShare) -> bytes:
+    """The whole request body, its bytes taken from `share`.
+
+    BodyTooLargeError beyond `max_bytes`, NoRoomError when the share cannot grow, ClientLeftError when the client leaves.
+    """
     pieces: list[bytes] = []
     held = 0
     while True:
@@ -35,6 +39,7 @@ async def read_body(receive: Receive, *, max_bytes: int) -> bytes:
         held += len(piece)
         if held > max_bytes:
             raise BodyTooLargeError(f"the request body is over {max_bytes} bytes")
+        share.take(len(piece))
         pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)

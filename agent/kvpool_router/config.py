@@ -196,8 +196,10 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     index: Index = msgspec.field(default_factory=Index)
     timeouts: Timeouts = msgspec.field(default_factory=Timeouts)
     tenancy: Tenancy = msgspec.field(default_factory=Tenancy)
-    max_body_bytes: int = 64 * 1024 * 1024
-    """Larger requests are answered 413: a prompt of a million tokens is about 5 MB."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Larger requests are answered 413: a prompt of a million tokens is about 5 MB, an image some hundred KB to a few MB."""
+    max_bodies_bytes: int = 128 * 1024 * 1024
+    """Bodies of all requests whose answers have not begun; beyond, 503. While prompts are tokenized they take thrice that."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
 
@@ -283,6 +285,11 @@ def _check(config: RouterConfig) -> None:
             )
     for name in ("scoring", "tokenization", "index", "timeouts"):
         _check_positive(name, getattr(config, name))
+    if not 0 < config.max_body_bytes <= config.max_bodies_bytes:
+        raise ConfigError(
+            f"max_body_bytes is {config.max_body_bytes}; use a number above 0 and up to max_bodies_bytes, which is "
+            f"{config.max_bodies_bytes}"
+        )
 
 
 def _check_discovery(config: RouterConfig) -> None:

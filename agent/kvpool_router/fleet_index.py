@@ -6,12 +6,16 @@ snapshot grows beside it under holders of its own and takes its place in one ste
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool_core.wire import EngineInfo, GroupLayout, TierBlocks
 from kvpool_router.addresses import canonical_address
+from kvpool_router.logs import fields
 from kvpool_router.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
 
 GPU = "gpu"
 RAM = "ram"
@@ -194,7 +198,8 @@ class FleetIndex:
         self.index = index
         self._domain_groups: dict[bytes, int] = {}
         self._agents = {name: AgentState(AgentView(index, self._domain_groups)) for name in agents}
-        self._engines: dict[str, dict[int, EngineRef]] = {}
+        self._engines: dict[str, dict[tuple[str, int], EngineRef]] = {}
+        self._conflicts: set[tuple[str, int]] = set()
 
     # --- the fleet's side ---------------------------------------------------------------------------------------
 
@@ -265,10 +270,26 @@ class FleetIndex:
 
     def _rebuild_engines(self) -> None:
         self._engines = {}
+        claimed: set[tuple[str, int]] = set()
+        conflicts: set[tuple[str, int]] = set()
         for name, state in self._agents.items():
             for info in state.view.engines.values():
                 address = canonical_address(info.endpoint)
-                self._engines.setdefault(address, {})[info.dp_rank] = EngineRef(name, info)
+                place = address, info.dp_rank
+                (conflicts if place in claimed else claimed).add(place)
+                self._engines.setdefault(address, {})[name, info.dp_rank] = EngineRef(name, info)
+        self._tell_conflicts(conflicts)
+
+    def _tell_conflicts(self, conflicts: set[tuple[str, int]]) -> None:
+        """One line when a conflict begins."""
+        for address, rank in sorted(conflicts - self._conflicts):
+            claims = [ref for (_, other), ref in self._engines[address].items() if other == rank]
+            agents = ", ".join(ref.agent for ref in claims)
+            log.warning(
+                "several engines claim one address: give each the address where its own API server listens",
+                extra=fields(endpoint=address, dp_rank=rank, agents=agents),
+            )
+        self._conflicts = conflicts
 
     # --- routing's side -----------------------------------------------------------------------------------------
 
@@ -281,9 +302,12 @@ class FleetIndex:
         return any(not state.dropped and state.ever_synced for state in self._agents.values())
 
     def engines_at(self, address: str, agent: str) -> list[EngineRef]:
-        """Engines that serve `address`, by DP rank; of this agent, or of any when `agent` is empty."""
-        refs = self._engines.get(address, {})
-        return [refs[rank] for rank in sorted(refs) if agent in ("", refs[rank].agent)]
+        """Engines that serve `address`, one for each DP rank; of this agent, or of any when `agent` is empty."""
+        by_rank: dict[int, EngineRef] = {}
+        for (name, rank), ref in self._engines.get(address, {}).items():
+            if agent in ("", name):
+                by_rank.setdefault(rank, ref)
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def holder_masks(self, ref: EngineRef, *, shared_tiers: bool) -> tuple[int, int, int]:
         """Masks of the engine's `gpu`, `ram` and `valkey` holders; the latter two 0 unless `shared_tiers`."""

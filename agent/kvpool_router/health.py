@@ -96,7 +96,7 @@ class HealthMonitor:
         """The endpoint refused a connection, or says that it is not well."""
         if self._table.mark_down(endpoint, problem):
             self._log_down(endpoint)
-        self._metrics.endpoint_up.labels(endpoint.address).set(0)
+        self._show(endpoint)
 
     async def refresh_models(self, endpoint: EndpointState) -> None:
         """Ask for the endpoint's models; what it said last stays when it does not answer."""
@@ -130,8 +130,13 @@ class HealthMonitor:
             await self.refresh_models(endpoint)
         if self._table.get(endpoint.address) is endpoint and self._table.mark_up(endpoint):
             log.info("endpoint is up", extra=fields(endpoint=endpoint.address))
-        self._metrics.endpoint_up.labels(endpoint.address).set(1)
+        self._show(endpoint)
+
+    def _show(self, endpoint: EndpointState) -> None:
+        """A request in flight may still learn of an endpoint that is gone: its metric stays gone."""
+        if self._table.get(endpoint.address) is endpoint:
+            self._metrics.endpoint_up.labels(endpoint.address).set(endpoint.up)
 
     def _log_down(self, endpoint: EndpointState) -> None:
-        self._metrics.endpoint_up.labels(endpoint.address).set(0)
+        self._show(endpoint)
         log.warning("endpoint is down", extra=fields(endpoint=endpoint.address, detail=endpoint.problem))

@@ -40,6 +40,7 @@ class TargetLoad:
     recent: float = 0.0
     recent_at: float = 0.0
     last_chosen: int = 0
+    is_leaving: bool = False
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_RATE_SAMPLES))
 
 
@@ -92,6 +93,7 @@ class LoadBook:
         of its answer tells when the prompt was computed; else `prefill_seconds` (None: not known) must do.
         """
         load = self._of(target)
+        load.is_leaving = False
         measures = cold and streaming and load.running == 0 and left_tokens >= _MIN_SAMPLE_TOKENS
         charge = Charge(target, left_tokens, now, measures=measures)
         load.recent = self.recent(target, now=now) + 1
@@ -120,11 +122,16 @@ class LoadBook:
             return
         charge.ended = True
         self._close_tokens(charge)
-        self._of(charge.target).running -= 1
+        load = self._of(charge.target)
+        load.running -= 1
+        if load.is_leaving and not load.running:
+            del self._targets[charge.target]
 
     def forget(self, target: str) -> None:
         """The target is gone; remembered until its last request ended."""
-        if not self._of(target).running:
+        load = self._of(target)
+        load.is_leaving = True
+        if not load.running:
             del self._targets[target]
 
     def _close_tokens(self, charge: Charge) -> None:

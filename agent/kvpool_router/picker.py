@@ -130,8 +130,7 @@ class Picker:
         refs = self._refs(endpoint)
         if not refs:
             return [Target(endpoint.address, endpoint, None, None, None)]
-        several = len(refs) > 1 or refs[0].info.dp_rank > 0
-        return [_target(endpoint, ref, model, names_rank=several) for ref in refs]
+        return [_target(endpoint, ref, model, names_rank=len(refs) > 1) for ref in refs]
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -190,8 +189,9 @@ class Picker:
         return Route(target, reason, found, chain, plan.prompt_tokens, choice)
 
     def assume_held(self, route: Route, *, now: float) -> None:
-        """The chosen target will have the prompt's blocks soon."""
-        if route.chain:
+        """The chosen target will have the prompt's blocks soon, unless its endpoint is gone by now."""
+        endpoint = route.target.endpoint
+        if route.chain and self._table.get(endpoint.address) is endpoint:
             extra = min(route.choice.score.seconds, 5 * self._config.index.speculative_seconds)
             holder = self._speculative_holder(route.target.name)
             self._speculative.add(holder, route.chain, now=now, extra_seconds=extra)

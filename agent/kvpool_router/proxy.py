@@ -29,6 +29,7 @@ from kvpool_router.asgi import (
     send_start,
     until_client_leaves,
 )
+from kvpool_router.body_room import BodyRoom, BodyShare, NoRoomError
 from kvpool_router.config import RouterConfig
 from kvpool_router.endpoints import EndpointTable
 from kvpool_router.health import HealthMonitor
@@ -36,8 +37,8 @@ from kvpool_router.load import Charge, LoadBook
 from kvpool_router.logs import fields
 from kvpool_router.metrics import RouterMetrics
 from kvpool_router.picker import Picker, Plan, Route
-from kvpool_router.reasons import BAD_REQUEST, LOAD, NO_ENDPOINT, RETRY, UPSTREAM_FAILED
-from kvpool_router.request_body import BodyError, RequestBody, parse_body
+from kvpool_router.reasons import BAD_REQUEST, LOAD, NO_ENDPOINT, RETRY, ROUTER_FULL, UPSTREAM_FAILED
+from kvpool_router.request_body import BodyError, RequestBody
 from kvpool_router.route_header import ROUTE_HEADER, format_refusal, format_route
 from kvpool_router.upstream import BROKEN, REFUSED, UpstreamAnswer, UpstreamError, forwarded_headers, open_upstream
 
@@ -57,6 +58,7 @@ class ProxyParts:
     health: HealthMonitor
     picker: Picker
     book: LoadBook
+    bodies: BodyRoom
     metrics: RouterMetrics
 
 
@@ -79,6 +81,7 @@ class _Exchange:
 
     scope: Scope
     send: Send
+    share: BodyShare
     started: float
     plan: Plan
     tried: set[str] = field(default_factory=set)
@@ -86,6 +89,11 @@ class _Exchange:
     reason: str = NO_ENDPOINT
     code: int = 0
     cause: str = ""
+
+    def let_go_of_body(self) -> None:
+        """An answer began, so no other engine gets the request: answers may take long, the body's memory is free."""
+        self.plan.body = replace(self.plan.body, forwarded=b"")
+        self.share.give_back()
 
 
 class CompletionRoute:
@@ -99,27 +107,37 @@ class CompletionRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
-            raw = await read_body(receive, max_bytes=self._parts.config.max_body_bytes)
-            async with until_client_leaves(receive):
-                await self._serve(scope, send, raw)
+            with self._parts.bodies.share() as share:
+                raw = await read_body(receive, max_bytes=self._parts.config.max_body_bytes, share=share)
+                started = time.monotonic()
+                async with until_client_leaves(receive):
+                    body = await self._parse(scope, raw)
+                    del raw
+                    plan = await self._plan(scope, body)
+                    del body
+                    await self._serve(_Exchange(scope, send, share, started, plan))
         except ClientLeftError:
             log.debug("the client left")
         except BodyTooLargeError as error:
             await self._refuse(send, RefusedRequestError(413, BAD_REQUEST, f"{error}; send a shorter prompt"))
+        except NoRoomError as error:
+            await self._refuse(send, RefusedRequestError(503, ROUTER_FULL, f"{error}; try again shortly"))
         except RefusedRequestError as error:
             await self._refuse(send, error)
 
     # --- the way of a request -----------------------------------------------------------------------------------
 
-    async def _serve(self, scope: Scope, send: Send, raw: bytes) -> None:
-        started = time.monotonic()
-        body = self._parse(scope, raw)
+    async def _plan(self, scope: Scope, body: RequestBody) -> Plan:
+        """The plan, without the prompt's text: what is left to do needs only its tokens."""
         plan = await self._parts.picker.plan(
             body, authorization=_header(scope, b"authorization"), by_load=self._by_load
         )
-        exchange = _Exchange(scope, send, started, plan)
         if not self._by_load:
             self._parts.metrics.tokenizations.labels(plan.why_not or "known").inc()
+        plan.body = replace(body, prompt=None)
+        return plan
+
+    async def _serve(self, exchange: _Exchange) -> None:
         try:
             while (route := self._choose(exchange)) is not None:
                 if await self._attempt(exchange, route):
@@ -146,6 +164,7 @@ class CompletionRoute:
         charge = self._start(exchange.plan, route)
         try:
             answer = await self._open(exchange, route)
+            exchange.let_go_of_body()
             self._begun(route, charge)
             await self._relay(exchange, route, answer)
             return True
@@ -232,13 +251,14 @@ class CompletionRoute:
 
     # --- edges --------------------------------------------------------------------------------------------------
 
-    def _parse(self, scope: Scope, raw: bytes) -> RequestBody:
+    async def _parse(self, scope: Scope, raw: bytes) -> RequestBody:
         tenancy = self._parts.config.tenancy
         tenant = _header(scope, tenancy.header.lower().encode()) or ""
         if not tenant and tenancy.missing == "Reject":
             raise RefusedRequestError(400, BAD_REQUEST, f"the header {tenancy.header} is missing; the gateway sets it")
         try:
-            body = parse_body(raw, tenant=tenant, trust_client_salt=tenancy.trust_client_salt)
+            trust = tenancy.trust_client_salt
+            body = await self._parts.bodies.parse(raw, tenant=tenant, trust_client_salt=trust)
             return body if self._charged else replace(body, forwarded=raw)
         except BodyError as error:
             raise RefusedRequestError(400, BAD_REQUEST, str(error)) from error

@@ -18,7 +18,7 @@ SINGLE: Final = "single"
 NO_TOKENS: Final = "no-tokens"
 """No engine gave the prompt's tokens in time; by load."""
 UNHASHABLE: Final = "unhashable"
-"""Several prompts, embeddings, images, truncation or prompt log probabilities: hashes cannot be foretold; by load."""
+"""Several prompts, embeddings, images, truncation, prompt log probabilities or over 8 MiB: not hashed; by load."""
 STALE_INDEX: Final = "stale-index"
 """No agent's event stream is in step, so nothing is known of any prefix; by load."""
 RETRY: Final = "retry"
@@ -29,6 +29,8 @@ NO_ENDPOINT: Final = "no-endpoint"
 """503: no endpoint that serves this model is ready."""
 UPSTREAM_FAILED: Final = "upstream-failed"
 """502: the engine broke the connection before its first byte and no other could take the request."""
+ROUTER_FULL: Final = "router-full"
+"""503: the bodies of requests in flight take all the memory that the router has for them."""
 BAD_REQUEST: Final = "bad-request"
 """4xx by the router itself: not JSON, too large, or no tenant where one is required."""
 
@@ -44,5 +46,6 @@ ALL_REASONS: Final = (
     UNKNOWN_MODEL,
     NO_ENDPOINT,
     UPSTREAM_FAILED,
+    ROUTER_FULL,
     BAD_REQUEST,
 )

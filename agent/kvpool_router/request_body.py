@@ -14,14 +14,23 @@ import msgspec
 
 CACHE_SALT = "cache_salt"
 _MAX_SALT_CHARS = 128
+_DIGEST_PREFIX = "tenant-"
 _FORBIDDEN_IN_SALT = frozenset("@/\\\x00")
 
 _CHARS_PER_TOKEN = 4
 """Rough size of a prompt whose tokens are not known: only load is estimated with it."""
 
 
+_LONGEST_PROMPT_BYTES = 8 << 20
+"""A longer one goes by load: a prompt of a million tokens is about 5 MB, and its parts take many times its bytes."""
+_LONGEST_ARGUMENTS_BYTES = 1 << 20
+"""Of `chat_template_kwargs`; longer ones go by load."""
+_UNKNOWN_BYTES = 1 << 20
+"""Fields that are not known here may take this much together: reading each apart takes a microsecond, some 10 bytes."""
+
+
 class BodyError(ValueError):
-    """The body is not a JSON object; the message is for the client."""
+    """The body is not a JSON object, or one that no engine wants; the message is for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,15 @@ class RequestBody:
 
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
+_large_decoder = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_LargeFields",
+        [
+            (name, msgspec.Raw, msgspec.Raw(b""))
+            for name in ("messages", "prompt", "input", "tokens", "tools", "documents", "prompt_embeds")
+        ],
+    )
+)
 _string = msgspec.json.Decoder(str)
 
 
@@ -86,10 +104,11 @@ _HASHES_DIFFER = ("prompt_embeds", "truncate_prompt_tokens", "prompt_logprobs")
 
 
 def salt_of_tenant(tenant: str) -> str:
-    """The tenant's `cache_salt`: its name, or a digest where vLLM would refuse the name as a salt."""
-    if len(tenant) <= _MAX_SALT_CHARS and not _FORBIDDEN_IN_SALT & set(tenant):
+    """The tenant's `cache_salt`: its name, or a digest where vLLM would refuse it or where it looks like a digest."""
+    is_fit = len(tenant) <= _MAX_SALT_CHARS and not _FORBIDDEN_IN_SALT & set(tenant)
+    if is_fit and not tenant.startswith(_DIGEST_PREFIX):
         return tenant
-    return "tenant-" + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+    return _DIGEST_PREFIX + hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 
 def parse_body(body: bytes, *, tenant: str, trust_client_salt: bool) -> RequestBody:
@@ -98,7 +117,10 @@ def parse_body(body: bytes, *, tenant: str, trust_client_salt: bool) -> RequestB
     `tenant` is the gateway's header, "" when absent. It wins over the client's own salt, which counts only if trusted.
     """
     try:
+        _check_unknown(body)
         fields = _fields_decoder.decode(body)
+    except BodyError:
+        raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BodyError(f"the request body is not a JSON object: {error}") from error
     salt = salt_of_tenant(tenant) if tenant else (_text(fields, CACHE_SALT) if trust_client_salt else None)
@@ -112,6 +134,19 @@ def parse_body(body: bytes, *, tenant: str, trust_client_salt: bool) -> RequestB
         estimated_tokens=_estimate(prompt, characters or len(body)),
         forwarded=body if keep else _with_salt(body, fields, salt),
     )
+
+
+def _check_unknown(body: bytes) -> None:
+    """BodyError for a long body that does not consist of fields known to be long."""
+    if len(body) <= _UNKNOWN_BYTES:
+        return
+    large = msgspec.structs.asdict(_large_decoder.decode(body)).values()
+    if len(body) - sum(map(_size, large)) > _UNKNOWN_BYTES:
+        raise BodyError(f"fields other than the prompt and its tools take over {_UNKNOWN_BYTES} bytes; leave them out")
+
+
+def _size(raw: msgspec.Raw) -> int:
+    return memoryview(raw).nbytes
 
 
 def _with_salt(body: bytes, fields: _Fields, salt: str | None) -> bytes:
@@ -143,6 +178,9 @@ def _prompt(fields: _Fields) -> tuple[Prompt | None, int]:
     """The prompt, and its size in characters (0: unknown)."""
     if any(_is_set(fields, name) for name in _HASHES_DIFFER) or _echoes_logprobs(fields):
         return None, 0
+    size = max(_size(fields[name]) if name in fields else 0 for name in ("messages", "prompt"))
+    if size > _LONGEST_PROMPT_BYTES:
+        return None, size
     try:
         if _is_set(fields, "messages"):
             return _chat_prompt(fields)
@@ -187,6 +225,8 @@ def _template_arguments(fields: _Fields) -> dict[str, object]:
     """`chat_template_kwargs` with what vLLM's chat route adds to them but its /tokenize does not."""
     given: dict[str, object] = {}
     if _is_set(fields, "chat_template_kwargs"):
+        if _size(fields["chat_template_kwargs"]) > _LONGEST_ARGUMENTS_BYTES:
+            raise ValueError("chat_template_kwargs are too long to read")
         given.update(_fields_decoder.decode(fields["chat_template_kwargs"]))
     for name in _TEMPLATE_FIELDS:
         if _is_set(fields, name):

@@ -16,6 +16,7 @@ from functools import partial
 import aiohttp
 from prometheus_client import CollectorRegistry
 
+from kvpool_router.body_room import BodyRoom
 from kvpool_router.config import RouterConfig
 from kvpool_router.discovery import AgentAddress, Members, MemberSource
 from kvpool_router.endpoints import EndpointState, EndpointTable
@@ -53,6 +54,7 @@ class Router:
         self.fleet = FleetIndex(PrefixIndex(config.index.max_entries), [])
         self.speculative = SpeculativeBlocks(config.index.speculative_seconds)
         self.book = LoadBook(config.scoring.recent_half_life_seconds)
+        self.bodies = BodyRoom(config.max_bodies_bytes)
         self.draining = False
         self._source = source
         self._jitter = random.Random()
@@ -99,6 +101,7 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.bodies.close()
         await self.session.close()
 
     def proxy_parts(self) -> ProxyParts:
@@ -110,6 +113,7 @@ class Router:
             health=self.health,
             picker=self.picker,
             book=self.book,
+            bodies=self.bodies,
             metrics=self.metrics,
         )
 

@@ -22,6 +22,7 @@ from kvpool_core import wire
 from kvpool_vllm import fingerprint
 from kvpool_vllm.copiers import make_copier
 from kvpool_vllm.copy_plan import build_group_plans
+from kvpool_vllm.endpoint_rank import rank_at_endpoint
 from kvpool_vllm.gpu_blocks import GpuBlocks
 from kvpool_vllm.identification import Identification
 from kvpool_vllm.load_report import LoadReport
@@ -63,7 +64,7 @@ class Greeting:
             role,
             parallel.rank if role == "worker" else 0,
             parallel.world_size,
-            parallel.data_parallel_index,
+            rank_at_endpoint(parallel),
             self._settings.endpoint,
             [names] if isinstance(names, str) else list(names or [config.model_config.model]),
             self.tokens_per_hash,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvpool_router.config import parse_config
 from kvpool_router.discovery import AgentAddress, EndpointSpec, Members
@@ -104,6 +105,28 @@ def test_endpoints_come_and_go(tmp_path: Path) -> None:
             source.put([])
             await until(lambda: not router.table.all())
             assert await _routed(router) is None
+
+    asyncio.run(run())
+
+
+def test_nothing_is_kept_of_an_endpoint_that_went_with_a_request_in_flight(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with _engines(1) as (engine,), _running(tmp_path, [_spec(engine)]) as (router, source):
+            body = parse_body(b'{"prompt": [1, 2]}', tenant="", trust_client_salt=False)
+            route = router.picker.choose(await router.picker.plan(body, authorization=None), now=0.0)
+            assert route is not None
+            charge = router.book.start(
+                route.target.name, left_tokens=2, cold=True, streaming=True, now=0.0, prefill_seconds=None
+            )
+            source.put([])
+            await until(lambda: not router.table.all())
+            router.picker.assume_held(replace(route, chain=[1]), now=0.0)
+            router.health.mark_down(route.target.endpoint, "refused")
+            await router.health.probe(route.target.endpoint)
+            router.book.end(charge)
+            router.refresh_gauges()
+            assert (router.book.targets(), len(router.speculative)) == ([], 0)
+            assert engine.address not in generate_latest(router.metrics.registry).decode()
 
     asyncio.run(run())
 

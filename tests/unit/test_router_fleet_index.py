@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpool_core.wire import EngineInfo, GroupLayout, TierBlocks
 from kvpool_router.fleet_index import AgentView, FleetIndex, routing_group
 from kvpool_router.prefix_index import PrefixIndex
@@ -112,3 +114,15 @@ def test_engine_is_only_believed_from_its_own_nodes_agent() -> None:
     assert index.engines_at("127.0.0.1:1", "a") == []
     assert len(index.engines_at("127.0.0.1:1", "b")) == 1
     assert len(index.engines_at("127.0.0.1:1", "")) == 1
+
+
+def test_engine_on_another_node_that_claims_an_address_hides_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    index = fleet()
+    synced(index, "a", [engine("honest", groups=[FULL])], [])
+    synced(index, "b", [engine("other", groups=[FULL])], [])
+    for agent, name in (("a", "honest"), ("b", "other"), ("", "honest")):
+        assert [ref.info.engine_id for ref in index.engines_at("127.0.0.1:1", agent)] == [name]
+    index.put_engines("b", [engine("other", groups=[FULL])])
+    assert [record.message for record in caplog.records if "claim" in record.message] == [
+        "several engines claim one address: give each the address where its own API server listens"
+    ]

@@ -79,10 +79,20 @@ def test_forgotten_target_with_requests_in_flight_stays_until_they_end() -> None
     book = LoadBook(30.0)
     charge = start(book)
     book.forget("a")
+    assert book.running("a") == 1
     book.end(charge)
-    assert book.running("a") == 0
-    book.forget("a")
     assert book.targets() == []
+
+
+def test_forgotten_target_that_comes_back_before_its_requests_ended_is_kept() -> None:
+    book = LoadBook(30.0)
+    before = start(book)
+    book.forget("a")
+    after = start(book)
+    book.end(before)
+    assert book.running("a") == 1
+    book.end(after)
+    assert book.targets() == ["a"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["first", "end", "tick"])), max_size=40), st.booleans())

@@ -380,6 +380,32 @@ def test_body_over_the_limit_is_413(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_bodies_over_the_room_for_all_are_503_until_answers_begin(tmp_path: Path) -> None:
+    async def run() -> None:
+        settings = {"max_body_bytes": 1_000, "max_bodies_bytes": 1_500}
+        async with running_fleet(tmp_path, engines=1, settings=settings) as fleet:
+            engine = fleet.engines[0]
+            engine.gate.clear()
+            engine.pieces_gate.clear()
+            held = asyncio.create_task(fleet.ask(prompt="x" * 800, stream=True))
+            await until(lambda: engine.received)
+            refused = await fleet.ask(prompt="y" * 800)
+            assert (refused.status, refused.route["reason"]) == (503, "router-full")
+            assert refused.headers["retry-after"] == "1"
+            assert "max_bodies_bytes" in json.loads(refused.body)["error"]["message"]
+            engine.gate.set()
+            await until(lambda: fleet.router.bodies.held == 0)
+            assert (await fleet.ask(prompt="y" * 800)).status == 200
+            engine.pieces_gate.set()
+            assert (await held).status == 200
+            for raw in (b"no json", b" " * 1_001):
+                async with fleet.client.post(f"{fleet.url}/v1/completions", data=raw):
+                    pass
+            assert fleet.router.bodies.held == 0
+
+    asyncio.run(run())
+
+
 def test_prompt_of_megabytes_passes_whole(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, engines=1) as fleet:

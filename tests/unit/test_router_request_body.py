@@ -126,6 +126,32 @@ def test_tenant_name_that_vllm_refuses_as_salt_becomes_a_digest() -> None:
     assert salt_of_tenant("team-a") == "team-a"
 
 
+def test_prompt_too_long_to_parse_goes_by_load() -> None:
+    for body in (
+        {"prompt": [300] * 2_000_000},
+        {"messages": [{"content": "x" * 9_000_000}]},
+        {"messages": [], "chat_template_kwargs": {"x": 1}, "tools": [], "prompt": "x" * 9_000_000},
+    ):
+        parsed = parse(body, tenant="red")
+        assert parsed.prompt is None
+        assert json.loads(parsed.forwarded) == body | {"cache_salt": "red"}
+    assert parse({"prompt": "x" * 8_000_000}).prompt is not None
+
+
+def test_megabytes_of_fields_that_no_engine_knows_are_refused() -> None:
+    for extra in ({f"field-{number}": 1 for number in range(100_000)}, {"x": "y" * 1_100_000}):
+        with pytest.raises(BodyError, match=r"^fields other than .* leave them out"):
+            parse({"prompt": "hi", **extra})
+    assert parse({"prompt": "hi", "x": "y" * 1_000_000}).prompt is not None
+    for name in ("messages", "tools", "input", "documents", "prompt_embeds", "tokens"):
+        parse({name: "y" * 1_100_000})
+
+
+def test_tenant_named_like_a_digest_does_not_get_that_tenants_salt() -> None:
+    digest = salt_of_tenant("team/a")
+    assert len({digest, salt_of_tenant(digest), salt_of_tenant(salt_of_tenant(digest))}) == 3
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()

@@ -321,6 +321,21 @@ def test_data_parallel_ranks_are_targets_of_their_own(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_lone_engine_gets_no_rank_whatever_it_reports(tmp_path: Path) -> None:
+    """An engine of an older connector reports its global rank, which an API server with external balancing refuses."""
+
+    async def run() -> None:
+        async with running_fleet(tmp_path, engines=1, report=False) as fleet:
+            info = engine_info(fleet.engines[0], "rank-1", dp_rank=1)
+            fleet.agents[0].publish(engines=[info], stored=[gpu("rank-1", hashes_of(LONG))])
+            await _expected(fleet, LONG, gpu=90)
+            answer = await fleet.ask(prompt=LONG)
+            assert (answer.route.get("dp_rank"), answer.route["gpu"]) == (None, "90")
+            assert "X-data-parallel-rank" not in fleet.engines[0].received[-1].headers
+
+    asyncio.run(run())
+
+
 def test_gap_in_the_stream_leads_to_a_new_snapshot(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path) as fleet:
