@@ -65,7 +65,7 @@ class Agent:
         self.tier = self._build_tier()
         self.fetches = Fetches(self.tier, self.store, arena, metrics) if self.tier else None
         self._write_through = (
-            WriteThrough(self.tier, self.store, arena, metrics, self.loop)
+            WriteThrough(self.tier, self.store, arena, metrics, self.loop, drop_damaged=self.checksums.drop_damaged)
             if self.tier and config.valkey and config.valkey.write_policy == "WriteThrough"
             else None
         )

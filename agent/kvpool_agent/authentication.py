@@ -42,12 +42,25 @@ log = logging.getLogger("kvpool.agent.authentication")
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What the API server said at `at`, kept until `until` (Unix seconds)."""
+class Verdict:
+    """What the API server said at `at` (monotonic seconds) on a token that ends at `expiry` (Unix seconds; None: undated).
+
+    The wall clock may be set back: it judges nothing but the token's own end.
+    """
 
     pod: PodIdentity
     at: float
-    until: float
+    expiry: float | None
+
+    def is_fresh(self, *, now: float, wall: float) -> bool:
+        """Whether it counts without asking again."""
+        return now - self.at < FRESH_SECONDS and self.counts(now=now, wall=wall)
+
+    def counts(self, *, now: float, wall: float) -> bool:
+        """Whether it counts while the API server does not answer."""
+        if self.expiry is None:
+            return now - self.at < UNDATED_SECONDS
+        return wall < self.expiry - EXPIRY_MARGIN_SECONDS
 
 
 class Authenticator:
@@ -58,7 +71,7 @@ class Authenticator:
         self._audience = audience
         self._namespaces = namespaces
         self._metrics = metrics
-        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._asking: dict[bytes, asyncio.Task[PodIdentity | Refusal]] = {}
         self._threads = ThreadPoolExecutor(REVIEW_THREADS, thread_name_prefix="token-review")
         self._told = ""
@@ -96,7 +109,7 @@ class Authenticator:
             return Refusal(TOKEN_MISSING, "Hello brought no token: set KVPOOL_TOKEN_FILE to the projected token")
         key = hashlib.sha256(token.encode()).digest()
         known = self._verdicts.get(key)
-        if known is not None and time.time() < min(known.at + FRESH_SECONDS, known.until):
+        if known is not None and known.is_fresh(now=time.monotonic(), wall=time.time()):
             return known.pod
         task = self._asking.get(key)
         if task is None:
@@ -125,14 +138,12 @@ class Authenticator:
 
     def _without_verdict(self, key: bytes, reason: str) -> PodIdentity | Refusal:
         known = self._verdicts.get(key)
-        is_known = known is not None and time.time() < known.until
+        is_known = known is not None and known.counts(now=time.monotonic(), wall=time.time())
         log.warning("no verdict on a token", extra={"data": {"reason": reason, "known_from_before": is_known}})
         return known.pod if known is not None and is_known else UNAVAILABLE
 
     def _remember(self, key: bytes, pod: PodIdentity, token: str) -> None:
-        now = time.time()
-        expiry = token_expiry(token) or now + UNDATED_SECONDS
-        self._verdicts[key] = _Verdict(pod, now, expiry - EXPIRY_MARGIN_SECONDS)
+        self._verdicts[key] = Verdict(pod, time.monotonic(), token_expiry(token))
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > CACHE_MAX:
             self._verdicts.popitem(last=False)

@@ -127,6 +127,12 @@ class Checksums:
             return
         if checksum == slot.checksum:
             self._store.set_checksum(slot, checksum)
+        else:
+            self.drop_damaged(slot, where)
+
+    def drop_damaged(self, slot: Slot, where: str) -> None:
+        """The payload was found to be another than was stored; `where`: by whom."""
+        if slot.state != READY:
             return
         self._metrics.checksum_failures.labels(where).inc()
         log.error(

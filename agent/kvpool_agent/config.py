@@ -24,6 +24,8 @@ CAPACITY_MIN_BYTES = 64 << 20
 CAPACITY_MAX_BYTES = 16 << 40
 """16 TiB: the CRD's upper bound."""
 HUGE_PAGE_SIZES = {"": 0, "2Mi": 2 << 20, "1Gi": 1 << 30}
+LEASE_SECONDS_MIN = 1.0
+"""An engine asks anew for leases that end within half a second, and uses them at its next step."""
 SOCKET_PATH_MAX_BYTES = 107
 """What sockaddr_un holds, less the closing zero byte."""
 
@@ -82,7 +84,8 @@ class Config(_Section, frozen=True):
     node: str = ""
     """Name of the node. Empty: KVPOOL_NODE of the environment (in a pod from `spec.nodeName`), else the host's name."""
     lease_seconds: float = 10.0
-    """Seconds that a lease lasts: longer than a load of the largest prompt; a dead engine's blocks are soon free."""
+    """Seconds that a lease lasts, 1 at least: longer than a load of the largest prompt and any step of an engine (one that
+    lasts as long loads nothing); a dead engine's blocks are soon free."""
     write_lease_seconds: float = 60.0
     """Seconds until a slot whose writer went silent is free again: far above a copy, which takes milliseconds."""
     max_lease_fraction: float = 0.25
@@ -208,7 +211,7 @@ def _check_huge_pages(config: Config) -> str:
 
 def _check_ranges(config: Config) -> str:
     ranges = (
-        ("lease_seconds", config.lease_seconds, 0.1, 600.0),
+        ("lease_seconds", config.lease_seconds, LEASE_SECONDS_MIN, 600.0),
         ("write_lease_seconds", config.write_lease_seconds, 1.0, 3600.0),
         ("max_lease_fraction", config.max_lease_fraction, 0.01, 1.0),
         ("drain_seconds", config.drain_seconds, 0.0, 3600.0),

@@ -1,7 +1,7 @@
 """One Prefetch from its arrival to its final verdict.
 
 Invariant: a key is answered HIT only when its slot is READY, verified and leased to the asking request; the final verdict
-has no PENDING key.
+has no PENDING key; once closed, nothing is leased or answered any more.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class Lookup:
         self._changed = asyncio.Event()
         self._waiting: set[int] = set()
         self._arrived_bytes = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Nobody wants the answer any more. A cancelled task may have steps left, and blocks arrive without it."""
+        self._closed = True
 
     # --- the first answer, at once, and the last ----------------------------------------------------------------------
 
@@ -93,6 +98,8 @@ class Lookup:
     async def finish(self) -> None:
         """Find out the rest, fetch it, and send the final verdict."""
         for _round in range(ROUNDS_MAX):
+            if self._closed:
+                return
             blocks, plan = self._survey()
             if is_settled(blocks, plan):
                 break
@@ -231,6 +238,8 @@ class Lookup:
     def _heard(self, slot: Slot, is_ready: bool) -> None:
         """A block has arrived, and is leased before anything could evict it, or will not come."""
         self._waiting.discard(slot.index)
+        if self._closed:
+            return
         if is_ready:
             self._arrived_bytes += slot.payload_bytes
             self._services.store.leases.extend(self._engine_id, self._message.request, slot, self._lease_until_ns())
@@ -251,6 +260,8 @@ class Lookup:
 
     def _answer(self, plan: Plan, *, final: bool) -> None:
         """Lease what is needed and resident, and say where everything stands."""
+        if self._closed:
+            return
         until_ns = self._lease_until_ns()
         hits = self._request.hits(plan)
         leased = [slot for group in hits for _number, slot in group]

@@ -91,7 +91,9 @@ class Server:
             self._receive(guest)
         elif guest.is_admitted:
             self._guests.discard(guest)
-            self._sessions.add(Session(self._agent, guest.release(), self._sessions.discard))
+            session = Session(self._agent, guest.release(), self._sessions.discard)
+            if not session.connection.closed:  # the welcome itself may have ended it
+                self._sessions.add(session)
         else:
             guest.authenticate()
 

@@ -83,7 +83,7 @@ class Session:
         self.hello = peer.hello
         self.connection = peer.connection
         self.engine: Engine | None = None
-        self._lookups: dict[str, asyncio.Task[None]] = {}
+        self._lookups: dict[str, tuple[Lookup, asyncio.Task[None]]] = {}
         self.connection.hand_over(self._on_frame, self._on_closed)
         self._welcome()
 
@@ -175,7 +175,7 @@ class Session:
         if lookup.begin(may_wait=len(self._lookups) < LOOKUPS_MAX) or self.connection.closed:
             return
         task = self._agent.loop.create_task(self._finish(lookup, message), name=f"lookup {message.request}")
-        self._lookups[message.request] = task
+        self._lookups[message.request] = lookup, task
 
     async def _finish(self, lookup: Lookup, message: Prefetch) -> None:
         try:
@@ -185,7 +185,8 @@ class Session:
             self._agent.metrics.loop_errors.labels("lookup").inc()
             self.connection.send(_all_miss(message))
         finally:
-            if self._lookups.get(message.request) is asyncio.current_task():
+            current = self._lookups.get(message.request)
+            if current is not None and current[0] is lookup:
                 del self._lookups[message.request]
 
     def _release(self, message: Release) -> None:
@@ -194,8 +195,9 @@ class Session:
             self._agent.store.leases.release(self._require_engine().engine_id, request)
 
     def _end_lookup(self, request: str) -> None:
-        task = self._lookups.pop(request, None)
-        if task is not None:
+        lookup, task = self._lookups.pop(request, (None, None))
+        if lookup is not None and task is not None:
+            lookup.close()  # at once: the task hears of its end in a later round of the loop
             task.cancel()
 
     # --- stores -----------------------------------------------------------------------------------------------------

@@ -59,10 +59,15 @@ def part_sizes(total_bytes: int) -> tuple[int, ...]:
     return (first, rest) if saved > total_bytes // WORTHWHILE_SHARE else (total_bytes,)
 
 
-def build_headers(key: BlockKey, payload: memoryview) -> list[bytes]:
-    """The header of each part of a block; part i's value is header i + the payload's i-th cut."""
+def build_headers(key: BlockKey, payload: memoryview, *, checksum: int | None = None) -> list[bytes]:
+    """The header of each part of a block; part i's value is header i + the payload's i-th cut.
+
+    checksum: what the payload had when the block was made; ValueFormatError when it has changed since.
+    """
     sizes = part_sizes(len(payload))
     whole = checksum_of(payload)
+    if checksum not in (None, whole):
+        raise ValueFormatError("checksum", "the payload has changed since the block was made")
     headers, offset = [], 0
     for part, size in enumerate(sizes):
         own = whole if len(sizes) == 1 else checksum_of(payload[offset : offset + size])

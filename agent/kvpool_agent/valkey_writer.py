@@ -1,14 +1,14 @@
 """Writing blocks to Valkey, in batches of one shard, on the tier's threads.
 
 Invariant: after a `read()` that gave a view, `done` is called exactly once; part 0 is written after part 1, so a block
-whose part 0 is there was whole.
+whose part 0 is there was whole; a payload that does not have its block's checksum is never given a new one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from valkey.exceptions import ResponseError
 
@@ -18,6 +18,7 @@ from kvpool_agent.valkey_keys import BlockKey, part_name
 from kvpool_agent.valkey_link import ValkeyLink
 from kvpool_agent.valkey_payload_sizes import PayloadSizes
 from kvpool_agent.valkey_value import HEADER_BYTES, build_headers, part_sizes
+from kvpool_core.errors import ValueFormatError
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +30,23 @@ class WriteItem:
     read: called on the tier's thread, pins the payload and gives it; None = it is gone, nothing is written.
     done: called with whether the block is in Valkey now, after every `read` that gave a view.
     payload_bytes: for the queue's limit; 0 = as the last block of its group.
+    checksum: xxh3-64 of the payload when the block was made; None = not known.
+    damaged: called on the tier's thread, before `done`, when the payload does not have that checksum any more.
     """
 
     key: BlockKey
     read: Callable[[], memoryview | None]
     done: Callable[[bool], None]
     payload_bytes: int = 0
+    checksum: int | None = None
+    damaged: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
 class _Pinned:
     item: WriteItem
     payload: memoryview
+    headers: list[bytes] = field(default_factory=list)
     is_stored: bool = False
 
 
@@ -101,7 +107,20 @@ class ValkeyWriter:
         if not self._link.health.may_write(shard):
             self._metrics.dropped("refused", len(absent))
             return
-        self._set(shard, absent)
+        intact = [block for block in absent if self._add_headers(block)]
+        if intact:
+            self._set(shard, intact)
+
+    def _add_headers(self, block: _Pinned) -> bool:
+        """Whether the payload is what it was."""
+        item = block.item
+        try:
+            block.headers = build_headers(item.key, block.payload, checksum=item.checksum)
+        except ValueFormatError:
+            self._metrics.operation("set", "bad")
+            item.damaged()
+            return False
+        return True
 
     def _names(self, block: _Pinned) -> list[bytes]:
         parts = len(part_sizes(len(block.payload)))
@@ -153,7 +172,7 @@ class ValkeyWriter:
 
     def _set_requests(self, block: _Pinned) -> list[Request]:
         """SET of each part, part 0 last."""
-        names, headers = self._names(block), build_headers(block.item.key, block.payload)
+        names, headers = self._names(block), block.headers
         requests: list[Request] = []
         offset = 0
         for name, header, size in zip(names, headers, part_sizes(len(block.payload)), strict=True):

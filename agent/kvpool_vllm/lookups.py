@@ -12,10 +12,8 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from kvpool_core import wire
 from kvpool_vllm.arena_view import Placement
+from kvpool_vllm.lease_wear import LeaseWear, Reliance
 from kvpool_vllm.settings import Settings
-
-LEASE_MARGIN_SECONDS = 0.5
-"""A lease that ends sooner than this is asked for anew rather than relied upon."""
 
 VERDICT_SHARE = 0.05
 VERDICT_LONGEST_SECONDS = 0.5
@@ -49,6 +47,7 @@ class Lookup:
     index: dict[bytes, tuple[int, int]]
     arena_id: bytes
     session: int
+    wear: LeaseWear
     groups: list[wire.GroupVerdict] = field(default_factory=list)
     local_tokens: int = 0
     lease_until_ns: int = 0
@@ -116,9 +115,12 @@ class Lookup:
             return False
         return now >= (self.pending_deadline if self.answered else self.verdict_deadline)
 
-    def is_lease_ending(self, now_ns: int) -> bool:
-        """Whether leased slots can no longer be relied upon."""
-        return self.answered and now_ns >= self.lease_until_ns - int(LEASE_MARGIN_SECONDS * 1e9)
+    def reliance(self, now_ns: int) -> Reliance:
+        """Whether leased slots can be relied upon."""
+        has_hits = any(wire.HIT in group.states for group in self.groups)
+        return self.wear.judge(
+            lease_until_ns=self.lease_until_ns if has_hits else None, final=self.final, now_ns=now_ns
+        )
 
     def held(self) -> list[tuple[int, int]]:
         """(slot, generation) of every leased slot."""

@@ -11,6 +11,7 @@ LOADS = "kvpool_connector_loads"
 LOAD_FAILURES = "kvpool_connector_load_failures"
 OFFERED_BLOCKS = "kvpool_connector_offered_blocks"
 MISSED_VERDICTS = "kvpool_connector_missed_verdicts"
+WORN_OUT_VERDICTS = "kvpool_connector_worn_out_verdicts"
 PAUSES = "kvpool_connector_pauses"
 HOOK_ERRORS = "kvpool_connector_hook_errors"
 INERT = "kvpool_connector_inert"
@@ -27,6 +28,9 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     LOAD_FAILURES: OffloadingCounterMetadata("Loads that failed and whose request was recomputed."),
     OFFERED_BLOCKS: OffloadingCounterMetadata("Blocks offered to the agent for storing."),
     MISSED_VERDICTS: OffloadingCounterMetadata("Lookups given up because the agent did not answer in time."),
+    WORN_OUT_VERDICTS: OffloadingCounterMetadata(
+        "Lookups given up because leases ended twice before the engine used them: its steps last as long as a lease."
+    ),
     PAUSES: OffloadingCounterMetadata("Times that the agent was left alone after several missed verdicts in a row."),
     HOOK_ERRORS: OffloadingCounterMetadata(
         "Errors inside a connector hook, which made the connector inert.", ("hook",)

@@ -27,6 +27,7 @@ from kvpool_core.block_hash import HASH_BYTES
 from kvpool_vllm import metrics
 from kvpool_vllm.gpu_blocks import GpuBlocks
 from kvpool_vllm.identification import Identification
+from kvpool_vllm.lease_wear import LeaseWear, Reliance
 from kvpool_vllm.lookups import Lookup, Patience, patience_for
 from kvpool_vllm.prefill_rate import PrefillRate
 from kvpool_vllm.scheduler_link import SchedulerLink
@@ -99,22 +100,28 @@ class KvpoolManager(OffloadingManager):
 
         local_tokens: what the engine's own cache holds of the request now, None on its arrival.
         """
-        lookup = self._lookups.get(request.request_id)
-        if lookup is not None:
-            lookup.begin_attempt()
-            if lookup.is_overdue(time.monotonic()) or self._is_orphaned(lookup):
-                self._give_up(lookup)
-            if lookup.loading or not self._is_worn_out(lookup, local_tokens):
+        former = self._lookups.get(request.request_id)
+        if former is not None:
+            if not self._is_worn_out(former, local_tokens):
                 return
-            self._forget(lookup)
+            self._forget(former)
         if request.request_id not in self._failed and not request.skip_reading_prefix_cache:
-            self._ask(request, local_tokens)
+            self._ask(request, local_tokens, former.wear if former is not None else LeaseWear())
 
-    @staticmethod
-    def _is_worn_out(lookup: Lookup, local_tokens: int | None) -> bool:
-        """Whether its leases end, or it left out blocks that the engine's own cache has lost since."""
-        lost = local_tokens is not None and local_tokens < lookup.local_tokens
-        return lost or (not lookup.given_up and lookup.is_lease_ending(time.monotonic_ns()))
+    def _is_worn_out(self, lookup: Lookup, local_tokens: int | None) -> bool:
+        """Whether its leases end, or it left out blocks that the engine's own cache has lost since; may give it up."""
+        lookup.begin_attempt()
+        if lookup.is_overdue(time.monotonic()) or self._is_orphaned(lookup):
+            self._give_up(lookup)
+        if lookup.loading:
+            return False
+        if local_tokens is not None and local_tokens < lookup.local_tokens:
+            return True
+        reliance = lookup.reliance(time.monotonic_ns())
+        if reliance is Reliance.GIVE_UP:
+            self._stats.increase_counter(metrics.WORN_OUT_VERDICTS)
+            self._give_up(lookup)
+        return reliance is Reliance.ASK_AGAIN
 
     def mark_failed(self, request_ids: Collection[str]) -> None:
         """Loads of these requests failed: they are recomputed and see only misses."""
@@ -222,7 +229,7 @@ class KvpoolManager(OffloadingManager):
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request, local_tokens: int | None) -> None:
+    def _ask(self, request: Request, local_tokens: int | None, wear: LeaseWear) -> None:
         now = time.monotonic()
         place = self._domain_of(request)
         if place is None or self.link is None or self._patience.is_paused(now):
@@ -232,7 +239,7 @@ class KvpoolManager(OffloadingManager):
         if missing <= 0:
             return
         rid = self.link.client.next_id()
-        lookup = self._new_lookup(rid, request.request_id, groups, now, missing_tokens=missing)
+        lookup = self._new_lookup(rid, request.request_id, groups, now, missing_tokens=missing, wear=wear)
         lookup.local_tokens = max(g.local_blocks * self._groups[g.group].tokens_per_block for g in groups)
         self._lookups[request.request_id] = self._by_rid[rid] = lookup
         message = wire.Prefetch(rid, lookup.name, *place, groups, self.rate.tokens_per_second)
@@ -252,7 +259,14 @@ class KvpoolManager(OffloadingManager):
         return wire.GroupKeys(keying.group, hashes, local)
 
     def _new_lookup(
-        self, rid: int, request_id: str, groups: list[wire.GroupKeys], now: float, *, missing_tokens: int
+        self,
+        rid: int,
+        request_id: str,
+        groups: list[wire.GroupKeys],
+        now: float,
+        *,
+        missing_tokens: int,
+        wear: LeaseWear,
     ) -> Lookup:
         assert self.link is not None
         index = {
@@ -263,7 +277,14 @@ class KvpoolManager(OffloadingManager):
         rate, settings = self.rate.tokens_per_second, self._settings
         verdict_seconds, pending_seconds = patience_for(missing_tokens / rate if rate else None, settings)
         return Lookup(
-            rid, request_id, now + verdict_seconds, now + pending_seconds, index, self.link.arena_id, self.link.session
+            rid,
+            request_id,
+            now + verdict_seconds,
+            now + pending_seconds,
+            index,
+            self.link.arena_id,
+            self.link.session,
+            wear,
         )
 
     def _is_orphaned(self, lookup: Lookup) -> bool:

@@ -134,6 +134,32 @@ def test_block_that_another_node_stored_is_not_sent_again(tier: RunningTier) -> 
     assert tier.metric("kvpool_valkey_operations_total", op="set", result="present") == 1
 
 
+@pytest.mark.parametrize("size", [100, 300 * KIB])
+def test_block_that_changed_while_it_waited_is_not_written(tier: RunningTier, size: int) -> None:
+    key = new_key()
+    told: list[object] = []
+    payload = bytearray(payload_of(key, size))
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    payload[-1] ^= 1
+    done = threading.Event()
+
+    def end(is_written: bool) -> None:
+        told.append(is_written)
+        done.set()
+
+    async def put() -> bool:
+        item = WriteItem(
+            key, lambda: memoryview(payload), end, checksum=checksum, damaged=lambda: told.append("damaged")
+        )
+        return tier.tier.write(item)
+
+    assert tier.run(put())
+    assert done.wait(WAIT_SECONDS)
+    assert told == ["damaged", False]
+    assert tier.exists(key) == [False]
+    assert tier.metric("kvpool_valkey_operations_total", op="set", result="bad") == 1
+
+
 def test_block_that_is_gone_when_its_turn_comes_is_skipped(tier: RunningTier) -> None:
     key, asked = new_key(), threading.Event()
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool_agent.authentication import EXPIRY_MARGIN_SECONDS, FRESH_SECONDS, UNDATED_SECONDS, Verdict
 from kvpool_agent.pod_identity import PodIdentity, Refusal, read_review, token_expiry
 from kvpool_core import wire
 from tests.unit.agent_peer import Node, Peer, hello, running_node, wait_for
@@ -223,3 +224,17 @@ def test_expiry_of_any_text_is_a_time_or_unknown(text: str) -> None:
 
 def test_expiry_is_the_tokens_own() -> None:
     assert token_expiry(make_token("chat", "a", seconds=60)) == pytest.approx(time.time() + 60, abs=2)
+
+
+def test_clock_set_back_keeps_no_review_fresh() -> None:
+    verdict = Verdict(PodIdentity("chat", "a", "u"), at=1000.0, expiry=50_000.0)
+    assert verdict.is_fresh(now=1000.0 + FRESH_SECONDS - 1, wall=40_000.0)
+    assert not verdict.is_fresh(now=1000.0 + FRESH_SECONDS, wall=30_000.0)
+    assert verdict.counts(now=1000.0 + FRESH_SECONDS, wall=30_000.0)
+    assert not verdict.counts(now=1000.0, wall=50_000.0 - EXPIRY_MARGIN_SECONDS)
+
+
+def test_review_of_an_undated_token_ends_by_its_age() -> None:
+    verdict = Verdict(PodIdentity("chat", "a", "u"), at=1000.0, expiry=None)
+    assert verdict.counts(now=1000.0 + UNDATED_SECONDS - 1, wall=0.0)
+    assert not verdict.counts(now=1000.0 + UNDATED_SECONDS, wall=0.0)

@@ -72,6 +72,7 @@ def test_valkey_prefix_names_the_pool_unless_given() -> None:
         (("/run/kvpool\n", "/" + "x" * 120 + "\n"), "is longer than 107 bytes"),
         (("name: chat", "name: Chat"), "pool.name: 'Chat' is not a DNS label"),
         (("node: node-a", "lease_seconds: 0"), "lease_seconds: 0.0 is out of range"),
+        (("node: node-a", "lease_seconds: 0.9"), "lease_seconds: 0.9 is out of range: use 1.0 to 600.0"),
         (("node: node-a", "max_lease_fraction: 2"), "max_lease_fraction: 2.0 is out of range"),
         (("node: node-a", "authentication: kubernetes"), "allowed_namespaces_file: '' is no absolute path"),
         (("node: node-a", "allowed_namespaces_file: /x"), "set authentication to kubernetes"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvpool_agent.server import CONNECTIONS_MAX
 from kvpool_core import wire
 from kvpool_core.block_hash import short_hash
 from kvpool_core.slot_table import CHECKSUM_VALID, QUARANTINED, READY, WRITING
@@ -334,6 +335,21 @@ def test_client_that_does_not_read_is_dropped(node: Node) -> None:
             engine.scheduler.socket.sendall(message)
     assert node.counter("kvpool_agent_protocol_errors_total{reason=slow_reader}") == before + 1
     engine.close()
+
+
+def test_connections_that_end_with_their_welcome_take_no_place(engine: Engine, node: Node) -> None:
+    for _ in range(CONNECTIONS_MAX // 64):
+        refused = [Peer(node.socket_path) for _ in range(64)]
+        for peer in refused:
+            peer.send(hello(engine.engine_id, "worker", 1, 2))
+        for peer in refused:
+            assert peer.receive(wire.Refused).code == "EngineMismatch"
+            assert peer.is_closed()
+            peer.close()
+    welcome = Peer(node.socket_path)
+    welcome.send(hello("patient", "scheduler"))
+    assert welcome.receive(wire.Welcome).capacity_bytes == 64 << 20
+    welcome.close()
 
 
 def test_another_world_size_for_the_same_engine_is_refused(engine: Engine, node: Node) -> None:

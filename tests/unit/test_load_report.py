@@ -77,3 +77,41 @@ def test_a_load_that_could_not_be_told_is_told_later_and_a_new_agent_is_told_eve
     told.report_.forget()
     told.report(0.0)
     assert told.loads == [(1, 10), (1, 10)]
+
+
+def test_a_preempted_request_has_its_prompt_left_again() -> None:
+    request = Request("a", 100)
+    told = Told(request)
+    told.report(0.0)
+    request.num_computed_tokens = 100
+    told.report(0.0)
+    request.num_computed_tokens = 0
+    told.report(REPORT_SECONDS)
+    assert told.loads == [(1, 100), (1, 0), (1, 100)]
+
+
+class CountedRequest(Request):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "num_computed_tokens":
+            CountedRequest.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_arrivals_and_ends_do_not_look_at_every_other_request() -> None:
+    count = 500
+    requests = [CountedRequest(str(number), 100) for number in range(count)]
+    told = Told()
+    CountedRequest.looks = 0
+    for request in requests:
+        told.report_.began(request)
+        told.report(0.0)
+    told.report(REPORT_SECONDS)
+    for request in requests:
+        told.report_.ended(request)
+        told.report(REPORT_SECONDS)
+    assert told.loads[-count - 1 :] == [(left, left * 100) for left in range(count, -1, -1)]
+    assert CountedRequest.looks < 10 * count

@@ -31,6 +31,15 @@ def values_of(key: BlockKey, payload: bytes) -> list[bytes]:
     return values
 
 
+def test_payload_that_changed_gets_no_header() -> None:
+    payload = bytearray(b"x" * 100)
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    assert build_headers(KEY, memoryview(payload), checksum=checksum) == build_headers(KEY, memoryview(payload))
+    payload[50] ^= 1
+    with pytest.raises(ValueFormatError, match="changed"):
+        build_headers(KEY, memoryview(payload), checksum=checksum)
+
+
 def jemalloc_classes(limit: int) -> list[int]:
     """Size classes as jemalloc's manual lists them: 16-byte steps to 128, then four per doubling."""
     classes = list(range(16, 129, 16))
