@@ -147,12 +147,17 @@ def far_metadata(pool: Pool, component: str, *, namespace: str | None) -> Manife
 
 def reference(pool: Pool) -> Manifest:
     """What an Event about a pool refers to."""
+    return reference_of({"namespace": pool.namespace, "name": pool.name, "uid": pool.uid})
+
+
+def reference_of(meta: Manifest) -> Manifest:
+    """The same from a pool's metadata."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "namespace": pool.namespace,
-        "name": pool.name,
-        "uid": pool.uid,
+        "namespace": meta["namespace"],
+        "name": meta["name"],
+        "uid": meta["uid"],
     }
 
 

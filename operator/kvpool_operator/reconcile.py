@@ -112,6 +112,8 @@ class Reconciler:
             collect(self._kube, operator_namespace=self._settings.namespace)
             return None
         now = self._clock()
+        if raw["metadata"].get("deletionTimestamp"):
+            return self._end(raw, now)
         try:
             pool = parse_pool(raw)
         except PoolError as error:
@@ -120,10 +122,17 @@ class Reconciler:
         if pool.is_paused:
             self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
             return None
-        if pool.deletion_timestamp:
-            return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
         self._finisher.keep_finalizer(pool, raw)
         return self._reconcile_living(pool, now)
+
+    def _end(self, raw: Raw, now: datetime) -> float | None:
+        """Deletion is a decision: neither a pause nor a spec that is not understood holds it up."""
+        try:
+            pool = parse_pool(raw)
+        except PoolError as error:
+            self._finisher.let_go(raw, error)
+            return None
+        return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
 
     def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
         namespaces = gathering.read_namespaces(self._kube, pool)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvpool_operator import names, reasons
 from kvpool_operator.fence import OpenFence
 from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.leadership import Leadership
+from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.observed import Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.story import Storyteller
+from kvpool_operator.work_queue import WorkQueue
+from kvpool_operator.workers import Workers
 from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
 from tests.unit.operator_pools import EXTERNAL, MANAGED, SETTINGS, UID, manifest
 
@@ -428,6 +436,73 @@ def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
 
     assert api.names("KVCachePool") == []
     assert api.names("Job") == []
+
+
+def deleted(api: FakeApiServer, **changes: Any) -> None:
+    """Delete the pool, changed by somebody meanwhile."""
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    meta = {**pool["metadata"], "deletionTimestamp": "2026-01-01T11:00:00Z", **changes.pop("metadata", {})}
+    api.put({**pool, "metadata": meta, "spec": {**pool["spec"], **changes}})
+
+
+def test_paused_pool_goes_when_it_is_deleted(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, metadata={"annotations": {"kvpool.io/reconcile": "paused"}})
+
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+
+
+def test_pool_that_is_not_understood_goes_when_it_is_deleted_and_its_keys_are_told_of(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, valkey={"external": {"hosts": ["x"]}}, metadata={"finalizers": [names.FINALIZER, "theirs"]})
+
+    operating.reconcile(KEY)
+
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == ["theirs"]
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == 1
+    assert "kvpool:inference/chat:" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_looked_at"),
+    [
+        ({}, False),
+        ({"finalizers": [names.FINALIZER]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": ["theirs"]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": [names.FINALIZER]}, True),
+    ],
+)
+def test_resync_looks_at_unwatched_pools_that_wait_for_the_finalizer(
+    api: FakeApiServer, metadata: dict[str, Any], is_looked_at: bool
+) -> None:
+    api.put(manifest(metadata=metadata))
+    api.put({"kind": "Namespace", "metadata": {"name": "watched"}})
+    api.put(manifest(metadata={"namespace": "watched", "name": "last", "uid": "other"}))
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    workers = Workers(
+        kube=api.kube(),
+        settings=replace(SETTINGS, watched_namespaces=("watched",)),
+        queue=queue,
+        reconciler=operator(api),
+        leadership=cast(Leadership, SimpleNamespace(is_leading=True)),
+        metrics=OperatorMetrics(CollectorRegistry()),
+    )
+    thread = threading.Thread(target=workers.resync)
+    thread.start()
+    taken = {queue.take(10)}
+    if is_looked_at:
+        taken.add(queue.take(10))
+    workers.stop()
+    thread.join(10)
+
+    assert taken == {("watched", "last"), *([KEY] if is_looked_at else [])}
+    assert len(queue) == 0
 
 
 # --- being killed -----------------------------------------------------------------------------------------------------
