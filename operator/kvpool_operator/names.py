@@ -71,12 +71,22 @@ def namespaces_name(pool: Pool) -> str:
 
 def purge_name(pool: Pool) -> str:
     """Job that removes the pool's keys from an external Valkey."""
-    return f"{pool.name}-purge"
+    return purge_name_of(pool.name)
+
+
+def purge_name_of(pool: str) -> str:
+    """The same from the pool's name."""
+    return f"{pool}-purge"
 
 
 def far_name(pool: Pool, component: str) -> str:
     """Name of an object outside the pool's namespace; ':' is in no namespace's name, so two pools never meet."""
-    return f"kvpool:{pool.namespace}:{pool.name}:{component}"
+    return far_name_of(pool.namespace, pool.name, component)
+
+
+def far_name_of(namespace: str, pool: str, component: str) -> str:
+    """The same from the pool's namespace and name."""
+    return f"kvpool:{namespace}:{pool}:{component}"
 
 
 def master_name(uid: str) -> str:

@@ -74,6 +74,10 @@ class Memory:
     applier: Applier
     replicas: int = 0
     """Valkey pods that the last step of healing wanted; 0 = unknown."""
+    short_since: datetime | None = None
+    """When an agent was first missing that the DaemonSet has yet to make; None: none is."""
+    changed_at: datetime | None = None
+    """When status last became another."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,14 +116,18 @@ class Reconciler:
             collect(self._kube, operator_namespace=self._settings.namespace)
             return None
         now = self._clock()
+        uid = raw["metadata"]["uid"]
         if raw["metadata"].get("deletionTimestamp"):
+            self._turn.give_back(uid)
             return self._end(raw, now)
         try:
             pool = parse_pool(raw)
         except PoolError as error:
+            self._turn.give_back(uid)
             self._refuse(raw, error, now)
             return None
         if pool.is_paused:
+            self._turn.give_back(uid)
             self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
             return None
         self._finisher.keep_finalizer(pool, raw)
@@ -137,6 +145,7 @@ class Reconciler:
     def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
         namespaces = gathering.read_namespaces(self._kube, pool)
         if gathering.is_terminating(namespaces, pool.namespace):
+            self._turn.give_back(pool.uid)
             return None  # nothing can be made there any more; the pool goes with it
         memory = self._memories.setdefault(pool.uid, Memory(Applier(self._kube)))
         gathered = Gathered(
@@ -152,7 +161,7 @@ class Reconciler:
         outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
-        observed = replace(observed, rollout=self._roll(pool, observed, gathered))
+        observed = replace(observed, rollout=self._roll(pool, observed, gathered, memory))
         written = status.build_status(pool, observed, now=rfc3339(now))
         self._tell(pool, written, observed, outcome, now)
         self._write_status(pool, written)
@@ -216,7 +225,7 @@ class Reconciler:
             waiting_for_former=", ".join(outcome.going),
         )
 
-    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered) -> Rollout:
+    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered, memory: Memory) -> Rollout:
         """Replace an outdated agent if one may go now."""
         workload = observed.workload("DaemonSet")
         if workload is None or not workload.is_current:
@@ -231,8 +240,11 @@ class Reconciler:
             age_seconds={pod.uid: seconds_since(pod.created_at, gathered.now) for pod in agents},
         )
         is_outdated = any(pod.config_hash != fleet.wanted_hash for pod in agents)
-        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid))
-        if step.rollout.reason in ("", reasons.ROLLOUT_STOPPED):
+        memory.short_since = (memory.short_since or gathered.now) if fleet.is_short else None
+        if memory.short_since is not None:
+            fleet = replace(fleet, short_seconds=(gathered.now - memory.short_since).total_seconds())
+        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid, gathered.now))
+        if not step.needs_turn:
             self._turn.give_back(pool.uid)
         if step.victim is not None:
             self._replace_agent(pool, step.victim, fleet, gathered.generated.token)

@@ -31,6 +31,16 @@ KEY = ("inference", "chat")
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 
 
+class Movable:
+    """A clock that tests move."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
 class Healthy:
     """Every shard is well."""
 
@@ -60,7 +70,7 @@ def operator(api: FakeApiServer, *, now: datetime = NOW, heal: Healthy | None = 
     """A newly started one: it remembers nothing."""
     kube = api.kube(OpenFence())
     story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
-    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=lambda: now)
+    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=Movable(now))
 
 
 def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
@@ -70,21 +80,21 @@ def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
     return next(one for one in pool["status"]["conditions"] if one["type"] == kind)
 
 
-def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
-    """Play the DaemonSet controller and the kubelet of one node."""
-    daemon_set = api.find("DaemonSet", "chat-agent")
+def run_daemon_set(api: FakeApiServer, pool: str = "chat", *, ready: bool = True, make: bool = True) -> dict[str, Any]:
+    """Play the DaemonSet controller and the kubelet of one node. make: whether a missing pod is made."""
+    daemon_set = api.find("DaemonSet", f"{pool}-agent")
     assert daemon_set is not None
     daemon_set["status"] = {
         "desiredNumberScheduled": 1,
         "currentNumberScheduled": 1,
         "observedGeneration": daemon_set["metadata"]["generation"],
     }
-    if api.find("Pod", "chat-agent-x") is None:
+    if make and api.find("Pod", f"{pool}-agent-x") is None:
         template = daemon_set["spec"]["template"]
         api.put(
             {
                 "kind": "Pod",
-                "metadata": {**template["metadata"], "namespace": "inference", "name": "chat-agent-x"},
+                "metadata": {**template["metadata"], "namespace": "inference", "name": f"{pool}-agent-x"},
                 "spec": {"nodeName": "node-1", "containers": template["spec"]["containers"]},
                 "status": {
                     "phase": "Running",
@@ -230,6 +240,77 @@ def test_objects_of_a_former_pool_are_waited_for(api: FakeApiServer) -> None:
     binding = api.find("ClusterRoleBinding", "kvpool:inference:chat:agent")
     assert binding is not None
     assert binding["metadata"]["labels"][names.POOL_UID_LABEL] == "new-uid"
+
+
+@pytest.mark.parametrize("end", ["ready", "paused", "not understood", "deleted", "node lost"])
+def test_pool_whose_rollout_does_not_go_on_lets_the_next_one_roll(api: FakeApiServer, end: str) -> None:
+    operating = settled(api)
+    other = ("inference", "other")
+    put_pool(api, "other")
+    operating.reconcile(other)
+    run_daemon_set(api, "other")
+    for name in ("chat", "other"):
+        put_pool(api, name, capacity="2Gi")
+        operating.reconcile(("inference", name))
+        run_daemon_set(api, name, make=False)
+    operating.reconcile(KEY)
+    assert api.find("Pod", "chat-agent-x") is None
+    operating.reconcile(other)
+    assert api.find("Pod", "other-agent-x") is not None
+
+    if end == "ready":
+        run_daemon_set(api)
+    elif end == "paused":
+        api.put(manifest(metadata={"annotations": {"kvpool.io/reconcile": "paused"}}))
+    elif end == "not understood":
+        put_pool(api, "chat", capacity="2")
+    elif end == "deleted":
+        deleted(api, metadata={"finalizers": ["theirs"]})
+    else:
+        make_outdated_agent_on_a_lost_node(api)
+    operating.reconcile(KEY)
+    operating.reconcile(other)
+
+    assert api.find("Pod", "other-agent-x") is None
+
+
+def put_pool(api: FakeApiServer, name: str, *, capacity: str = "1Gi") -> None:
+    """A pool without router."""
+    meta = {"name": name, "uid": UID if name == "chat" else name}
+    api.put(manifest(metadata=meta, routing={"mode": "Disabled"}, ram={"capacityPerNode": capacity}))
+
+
+def make_outdated_agent_on_a_lost_node(api: FakeApiServer) -> None:
+    """The one agent that is left to be replaced cannot be; all others are as they should be."""
+    run_daemon_set(api)
+    pod = api.find("Pod", "chat-agent-x")
+    assert pod is not None
+    lost = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    api.put({"kind": "Node", "metadata": {"name": "node-2", "labels": {"gpu": "yes"}}, "status": lost})
+    meta = {**pod["metadata"], "name": "chat-agent-y", "uid": "y", "annotations": {names.CONFIG_HASH: "old"}}
+    api.put({**pod, "metadata": meta, "spec": {**pod["spec"], "nodeName": "node-2"}})
+
+
+@pytest.mark.parametrize("owners", [[], [{"kind": names.KIND, "name": "chat", "uid": UID}]])
+def test_copies_of_our_objects_are_left_alone(api: FakeApiServer, owners: list[dict[str, Any]]) -> None:
+    api.put({"kind": "Namespace", "metadata": {"name": "team"}})
+    operating = settled(api)
+    ours = api.find("Service", "chat-router")
+    assert ours is not None
+    meta = {"labels": ours["metadata"]["labels"]}
+    api.put(
+        {"kind": "Service", "metadata": {**meta, "namespace": "inference", "name": "my-lb", "ownerReferences": owners}}
+    )
+    api.put({"kind": "RoleBinding", "metadata": {**meta, "namespace": "team", "name": "chat-router"}})
+    api.put({"kind": "ClusterRoleBinding", "metadata": {**meta, "name": "mine"}})
+
+    operating.reconcile(KEY)
+    api.remove("KVCachePool", "chat")
+    operating.reconcile(KEY)
+
+    assert api.find("Service", "my-lb") is not None
+    assert api.find("RoleBinding", "chat-router", "team") is not None
+    assert api.names("ClusterRoleBinding") == ["mine"]
 
 
 def test_what_is_planned_no_more_is_removed(api: FakeApiServer) -> None:
