@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry
 
 from kvpool_operator import names, reasons
 from kvpool_operator.fence import OpenFence
-from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.kube_errors import ForbiddenError, UnavailableError
 from kvpool_operator.leadership import Leadership
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.observed import Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.resources import RESOURCES
 from kvpool_operator.story import Storyteller
 from kvpool_operator.work_queue import WorkQueue
 from kvpool_operator.workers import Workers
@@ -363,6 +364,84 @@ def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
 
     assert api.names("Deployment") == ["chat-router"]
     assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
+
+
+def refuse_reads(api: FakeApiServer, kind: str, code: int) -> None:
+    """Answer reads of a kind with a refusal."""
+    is_allowed = api._may_read
+
+    def may_read(asked: str, namespace: str) -> None:
+        is_allowed(asked, namespace)
+        if asked == kind:
+            raise Refusal(code, "unable to parse requirement")
+
+    api._may_read = may_read  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("code", "named"), [(400, "spec.agent.nodeSelector"), (403, "ClusterRole")])
+def test_nodes_that_cannot_be_read_are_told_and_keep_nothing_else_back(
+    api: FakeApiServer, code: int, named: str
+) -> None:
+    operating = settled(api)
+    api.remove("Service", "chat-router")
+    refuse_reads(api, "Node", code)
+
+    operating.reconcile(KEY)
+
+    accepted = condition(api, reasons.SPEC_ACCEPTED)
+    assert (accepted["status"], accepted["reason"]) == ("False", reasons.REQUEST_REFUSED)
+    assert named in accepted["message"]
+    assert condition(api, reasons.READY)["status"] == "False"
+    assert api.find("Service", "chat-router") is not None
+    assert api.find("Pod", "chat-agent-x") is not None
+    told = [one for key, one in api.objects.items() if key[0] == "Event"]
+    assert reasons.REQUEST_REFUSED in {one["reason"] for one in told}
+
+
+@pytest.mark.parametrize("kind", ["Namespace", "Pod", "Event"])
+def test_request_without_which_nothing_can_be_done_is_told_and_tried_again(api: FakeApiServer, kind: str) -> None:
+    operating = settled(api)
+    pod = api.find("Pod", "chat-agent-x")
+    assert pod is not None
+    api.put({**pod, "status": {"phase": "Pending"}})  # so that Events are asked for
+    refuse_reads(api, kind, 403)
+
+    for _ in range(2):
+        with pytest.raises(ForbiddenError):
+            operating.reconcile(KEY)
+
+    ready = condition(api, reasons.READY)
+    assert (ready["status"], ready["reason"]) == ("False", reasons.REQUEST_REFUSED)
+    assert RESOURCES[kind].plural in condition(api, reasons.SPEC_ACCEPTED)["message"]
+    assert condition(api, reasons.VALKEY_AVAILABLE)["status"] == "True"
+
+
+def test_pool_that_stays_broken_is_looked_at_less_and_less_until_something_changes(api: FakeApiServer) -> None:
+    operating = settled(api, agent={"nodeSelector": {"gpu": "no"}})
+    daemon_set = api.find("DaemonSet", "chat-agent")
+    assert daemon_set is not None
+    daemon_set["status"] = {"observedGeneration": daemon_set["metadata"]["generation"]}
+    clock = cast(Movable, operating._clock)
+
+    pauses = []
+    for _ in range(7):
+        pauses.append(operating.reconcile(KEY))
+        clock.now += timedelta(seconds=pauses[-1] or 0)
+
+    assert condition(api, reasons.READY)["reason"] == reasons.NO_NODE_MATCHES
+    assert pauses == [2, 2, 4, 8, 16, 30, 30]
+    api.put(manifest(agent={"nodeSelector": {"gpu": "yes"}}))
+    assert operating.reconcile(KEY) == 2
+
+
+def test_pool_that_gets_on_is_looked_at_often(api: FakeApiServer) -> None:
+    api.put(manifest())
+    operating = operator(api)
+    clock = cast(Movable, operating._clock)
+
+    for _ in range(5):
+        assert operating.reconcile(KEY) == 2
+        clock.now += timedelta(seconds=2)
 
 
 def test_change_is_not_called_rolled_out_before_the_daemon_set_controller_saw_it(api: FakeApiServer) -> None:
