@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from tools.crd_types import (
     DNS_NAME,
-    LABEL_NAME_MAX,
     NAME_MAX,
+    RULES,
     Schema,
     affinity,
     choice,
@@ -17,6 +17,7 @@ from tools.crd_types import (
     integer,
     items,
     label_selector,
+    labels,
     mapping,
     quantity,
     rule,
@@ -25,7 +26,6 @@ from tools.crd_types import (
     toleration,
 )
 
-RULES = "x-kubernetes-validations"
 LIST_TYPE = "x-kubernetes-list-type"
 
 
@@ -66,7 +66,7 @@ def _allowed_namespaces() -> Schema:
                 "All",
                 default="Same",
             ),
-            "selector": label_selector("Labels of the namespaces; with `from: Selector` only."),
+            "selector": label_selector("Labels of the namespaces; with `from: Selector` only.", is_checked=True),
         },
         extra={
             "default": {"from": "Same"},
@@ -85,11 +85,8 @@ def _agent() -> Schema:
     return struct(
         "The agents: one on each node that nodeSelector matches.",
         {
-            "nodeSelector": mapping(
-                "Labels of the nodes. Agents reserve memory, so there is no `everywhere` by accident.",
-                text("The label's value.", max_length=LABEL_NAME_MAX),
-                max_properties=16,
-                minProperties=1,
+            "nodeSelector": labels(
+                "Labels of the nodes. Agents reserve memory, so there is no `everywhere` by accident.", minProperties=1
             ),
             "tolerations": items(
                 "Further taints that agents bear; those of GPU nodes are tolerated anyway.", toleration(), max_items=32
@@ -112,7 +109,8 @@ def _agent() -> Schema:
                         "Reserved.",
                         {
                             "cpu": cpu(
-                                "CPUs; 100m if neither this nor a limit is given. Blocks on their way to and from Valkey take up to one."
+                                "CPUs; 100m if neither this nor a limit is given. "
+                                "Blocks on their way to and from Valkey take up to one."
                             )
                         },
                     ),

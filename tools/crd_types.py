@@ -9,12 +9,23 @@ from typing import Any
 
 Schema = dict[str, Any]
 
+RULES = "x-kubernetes-validations"
 LABEL_NAME_MAX = 63
 LABEL_KEY_MAX = 316
 """Prefix of 253, a slash and a name of 63, less one."""
 NAME_MAX = 253
 QUANTITY = "^[1-9][0-9]*(Mi|Gi|Ti)$"
 DNS_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+
+LABEL_KEY = (
+    "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+)
+LABEL_VALUE = "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+_CHARACTERS = "at most 63 letters, digits, '-', '_' and '.' with a letter or digit at both ends"
+KEY_MESSAGE = (
+    f"a label's key is [prefix/]name, the name of {_CHARACTERS}: write it as kubectl get --show-labels shows it"
+)
+VALUE_MESSAGE = f"a label's value is empty or of {_CHARACTERS}: write it as kubectl get --show-labels shows it"
 
 
 def text(description: str, *, max_length: int, **more: Any) -> Schema:
@@ -69,6 +80,27 @@ def mapping(description: str, value: Schema, *, max_properties: int, **more: Any
     }
 
 
+def labels(description: str, **more: Any) -> Schema:
+    """Labels that an object must have; the API server takes no selector with others."""
+    value = text("The label's value.", max_length=LABEL_NAME_MAX, **{RULES: [_label_value("self")]})
+    return mapping(
+        description,
+        value,
+        max_properties=16,
+        **more,
+        **{RULES: [rule(f"self.all(key, {_is_label_key('key')})", KEY_MESSAGE)]},
+    )
+
+
+def _label_value(term: str) -> Schema:
+    return rule(f"{term}.matches('{LABEL_VALUE}')", VALUE_MESSAGE)
+
+
+def _is_label_key(term: str) -> str:
+    name = f"{term}.split('/')[{term}.split('/').size() - 1]"
+    return f"{term}.size() <= {LABEL_KEY_MAX} && {name}.size() <= {LABEL_NAME_MAX} && {term}.matches('{LABEL_KEY}')"
+
+
 def rule(expression: str, message: str, *, field: str | None = None) -> Schema:
     """A CEL rule; the message names the remedy, the API server names the field."""
     path = {} if field is None else {"fieldPath": field}
@@ -85,7 +117,7 @@ def quantity(description: str, *, low: str, high: str, example: str) -> Schema:
         description,
         max_length=16,
         pattern=QUANTITY,
-        **{"x-kubernetes-validations": [rule(bounded, f"must be from {low} to {high}: write it like {example}")]},
+        **{RULES: [rule(bounded, f"must be from {low} to {high}: write it like {example}")]},
     )
 
 
@@ -100,25 +132,33 @@ def cpu(description: str) -> Schema:
     }
 
 
-def label_selector(description: str) -> Schema:
-    """metav1.LabelSelector."""
+def label_selector(description: str, *, is_checked: bool = False) -> Schema:
+    """metav1.LabelSelector. is_checked: by rules for keys and values; where the API server checks it later, they only cost."""
+    plain = mapping(
+        "Labels that must be there with these values.",
+        text("The label's value.", max_length=LABEL_NAME_MAX),
+        max_properties=16,
+    )
     return struct(
         description,
         {
-            "matchLabels": mapping(
-                "Labels that must be there with these values.",
-                text("The label's value.", max_length=LABEL_NAME_MAX),
-                max_properties=16,
-            ),
+            "matchLabels": labels(plain["description"]) if is_checked else plain,
             "matchExpressions": items(
                 "Requirements that must all hold.",
-                _expression(),
+                _label_expression() if is_checked else _expression(),
                 max_items=16,
                 **{"x-kubernetes-list-type": "atomic"},
             ),
         },
         extra={"x-kubernetes-map-type": "atomic"},
     )
+
+
+def _label_expression() -> Schema:
+    schema = _expression()
+    schema["properties"]["key"][RULES] = [rule(_is_label_key("self"), KEY_MESSAGE)]
+    schema["properties"]["values"]["items"][RULES] = [_label_value("self")]
+    return schema
 
 
 def _expression(*operators: str) -> Schema:

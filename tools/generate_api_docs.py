@@ -22,7 +22,8 @@ HEADER = """# KVCachePool (`kvpool.io/v1alpha1`)
 
 Namespaced, short name `kvpool`. `kubectl explain kvpool.spec` says the same.
 Names are DNS-1035 labels of at most 40 characters.
-`kubectl annotate kvpool NAME kvpool.io/reconcile=paused` makes the operator leave a pool alone until the annotation is removed.
+`kubectl annotate kvpool NAME kvpool.io/reconcile=paused` makes the operator leave a pool alone until the annotation is removed
+or the pool is deleted.
 
 ```yaml
 apiVersion: kvpool.io/v1alpha1

@@ -16,7 +16,7 @@ from kvpool_operator.kube import Kube
 from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Refusal
-from kvpool_operator.ownership import Claim, claim, fingerprint, identity, title
+from kvpool_operator.ownership import Claim, claim, fingerprint, identity, is_made_for, title
 from kvpool_operator.pool import Pool
 from kvpool_operator.resources import OWNED_KINDS
 
@@ -113,7 +113,7 @@ class Applier:
         kept = set(wanted)
         for key in [key for key in outcome.live if key not in kept]:
             raw = outcome.live.pop(key)
-            if not raw["metadata"].get("deletionTimestamp"):
+            if not raw["metadata"].get("deletionTimestamp") and is_made_for(raw["metadata"], pool):
                 self._delete(key, raw)
         secret = ("Secret", pool.namespace, names.valkey_name(pool))
         if secret not in kept and secret not in self._absent:

@@ -14,7 +14,7 @@ from kvpool_operator.kube import Kube
 from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 from kvpool_operator.ownership import Claim, claim
 from kvpool_operator.plan.purge import build_purge_job
-from kvpool_operator.pool import Pool
+from kvpool_operator.pool import Pool, PoolError
 from kvpool_operator.settings import Settings
 from kvpool_operator.story import Storyteller
 
@@ -36,7 +36,7 @@ class Finisher:
         if pool.must_purge == (names.FINALIZER in pool.finalizers):
             return
         others = [one for one in pool.finalizers if one != names.FINALIZER]
-        self._set_finalizers(pool, raw, [*others, names.FINALIZER] if pool.must_purge else others)
+        self._set_finalizers(raw, [*others, names.FINALIZER] if pool.must_purge else others)
 
     def step(self, pool: Pool, raw: dict[str, Any], *, age_seconds: float) -> float | None:
         """One step of the end; seconds until the next one, None when there is none."""
@@ -53,6 +53,20 @@ class Finisher:
             Act.FINISH: lambda: self._finish(pool, raw, job if scene.is_job_ours else None),
         }
         return actions[step.act]()
+
+    def let_go(self, raw: dict[str, Any], error: PoolError) -> None:
+        """The end of a pool of which nothing is understood but that it goes."""
+        meta = raw["metadata"]
+        finalizers = meta.get("finalizers") or ()
+        if names.FINALIZER not in finalizers:
+            return
+        message = (
+            f"keys may be left in Valkey, since the pool is not understood: {error}: remove those that begin with "
+            f"spec.valkey.external.keyPrefix (when empty: kvpool:{meta['namespace']}/{meta['name']}:) with valkey-cli "
+            f"--scan and UNLINK, or let them be evicted"
+        )
+        self._story.tell(names.reference_of(meta), reasons.KEYS_LEFT, message, is_warning=True, once="end")
+        self._set_finalizers(raw, [one for one in finalizers if one != names.FINALIZER])
 
     def _look(
         self, pool: Pool, namespace: dict[str, Any] | None, age_seconds: float
@@ -108,13 +122,14 @@ class Finisher:
         if job is not None:
             self._kube.delete("Job", pool.namespace, names.purge_name(pool), uid=job["metadata"]["uid"])
         if names.FINALIZER in pool.finalizers:
-            self._set_finalizers(pool, raw, [one for one in pool.finalizers if one != names.FINALIZER])
+            self._set_finalizers(raw, [one for one in pool.finalizers if one != names.FINALIZER])
         return None
 
-    def _set_finalizers(self, pool: Pool, raw: dict[str, Any], finalizers: list[str]) -> None:
+    def _set_finalizers(self, raw: dict[str, Any], finalizers: list[str]) -> None:
         """Only if nobody else changed the pool since it was read: the list is replaced as a whole."""
-        meta = {"finalizers": finalizers, "resourceVersion": raw["metadata"]["resourceVersion"]}
+        former = raw["metadata"]
+        meta = {"finalizers": finalizers, "resourceVersion": former["resourceVersion"]}
         try:
-            self._kube.merge(names.KIND, pool.namespace, pool.name, {"metadata": meta})
+            self._kube.merge(names.KIND, former["namespace"], former["name"], {"metadata": meta})
         except NotFoundError:
             return

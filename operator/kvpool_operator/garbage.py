@@ -1,7 +1,7 @@
 """Removes what dead pools left where the garbage collector does not go.
 
-Invariant: an object goes only when it says which pool it belongs to by uid, and that uid was not among the pools *after* the
-object was seen; and only exactly that object goes.
+Invariant: an object goes only when it says which pool it belongs to by uid, has the name that we would give it (a copy has
+not), and that uid was not among the pools *after* the object was seen; and only exactly that object goes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger("kvpool.operator.garbage")
 
 def collect(kube: Kube, *, operator_namespace: str) -> int:
     """Remove bindings, purge Jobs and master Secrets of pools that are no more; how many."""
-    found = [raw for raw in _far_objects(kube, operator_namespace) if _uid(raw)]
+    found = [raw for raw in _far_objects(kube, operator_namespace) if _uid(raw) and _is_named_by_us(raw)]
     living = {raw["metadata"]["uid"] for raw in kube.list_all(names.KIND)}
     dead = [raw for raw in found if _uid(raw) not in living]
     for raw in dead:
@@ -36,6 +36,16 @@ def _far_objects(kube: Kube, operator_namespace: str) -> list[Raw]:
 
 def _has_owner(raw: Raw) -> bool:
     return bool(raw["metadata"].get("ownerReferences"))
+
+
+def _is_named_by_us(raw: Raw) -> bool:
+    labels = raw["metadata"]["labels"]
+    namespace, pool = labels.get(names.POOL_NAMESPACE_LABEL, ""), labels.get(names.POOL_LABEL, "")
+    wanted = {
+        "Job": names.purge_name_of(pool),
+        "Secret": names.master_name(_uid(raw)),
+    }.get(raw["kind"], names.far_name_of(namespace, pool, labels.get(names.COMPONENT_LABEL, "")))
+    return bool(raw["metadata"]["name"] == wanted)
 
 
 def _uid(raw: Raw) -> str:

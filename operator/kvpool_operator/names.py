@@ -71,12 +71,22 @@ def namespaces_name(pool: Pool) -> str:
 
 def purge_name(pool: Pool) -> str:
     """Job that removes the pool's keys from an external Valkey."""
-    return f"{pool.name}-purge"
+    return purge_name_of(pool.name)
+
+
+def purge_name_of(pool: str) -> str:
+    """The same from the pool's name."""
+    return f"{pool}-purge"
 
 
 def far_name(pool: Pool, component: str) -> str:
     """Name of an object outside the pool's namespace; ':' is in no namespace's name, so two pools never meet."""
-    return f"kvpool:{pool.namespace}:{pool.name}:{component}"
+    return far_name_of(pool.namespace, pool.name, component)
+
+
+def far_name_of(namespace: str, pool: str, component: str) -> str:
+    """The same from the pool's namespace and name."""
+    return f"kvpool:{namespace}:{pool}:{component}"
 
 
 def master_name(uid: str) -> str:
@@ -147,12 +157,17 @@ def far_metadata(pool: Pool, component: str, *, namespace: str | None) -> Manife
 
 def reference(pool: Pool) -> Manifest:
     """What an Event about a pool refers to."""
+    return reference_of({"namespace": pool.namespace, "name": pool.name, "uid": pool.uid})
+
+
+def reference_of(meta: Manifest) -> Manifest:
+    """The same from a pool's metadata."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "namespace": pool.namespace,
-        "name": pool.name,
-        "uid": pool.uid,
+        "namespace": meta["namespace"],
+        "name": meta["name"],
+        "uid": meta["uid"],
     }
 
 

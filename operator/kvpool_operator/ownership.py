@@ -70,6 +70,13 @@ def is_of_workload(pod: Pod, pool: Pool) -> bool:
     return pod.namespace == pool.namespace and made_by.get(pod.component, False)
 
 
+def is_made_for(meta: Raw, pool: Pool) -> bool:
+    """Whether an object that says it is the pool's was made by us: people copy objects with their labels."""
+    if meta.get("namespace") == pool.namespace:
+        return any(one.get("uid") == pool.uid and one.get("controller") for one in meta.get("ownerReferences") or ())
+    return meta["name"] in {names.far_name(pool, component) for component in (names.AGENT, names.ROUTER)}
+
+
 def fingerprint(live: Raw, planned: Manifest) -> str:
     """Changes whenever somebody changes a field of ours; stays when only a controller writes status."""
     meta, wanted = live["metadata"], planned["metadata"]

@@ -30,6 +30,7 @@ NAME_CONFLICT: Final = "NameConflict"
 FORMER_OBJECTS_GOING: Final = "FormerObjectsGoing"
 SPEC_NOT_UNDERSTOOD: Final = "SpecNotUnderstood"
 APPLY_REFUSED: Final = "ApplyRefused"
+REQUEST_REFUSED: Final = "RequestRefused"
 PAUSED: Final = "Paused"
 
 # --- pods of any part -------------------------------------------------------------------------------------------------

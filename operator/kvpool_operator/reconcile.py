@@ -17,19 +17,21 @@ from kvpool_operator.applying import Applier, Outcome
 from kvpool_operator.finishing import Finisher
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import NotFoundError
+from kvpool_operator.kube_errors import ForbiddenError, InvalidError, KubeError, NotFoundError
 from kvpool_operator.names import Manifest
-from kvpool_operator.observed import Namespace, Node, Observed, Pod, Rollout, ValkeyHealth, Workload
+from kvpool_operator.observed import Namespace, Node, Observed, Pod, Refusal, Rollout, ValkeyHealth, Workload
 from kvpool_operator.plan import PlanInputs, agent, allowed_namespaces, plan
 from kvpool_operator.plan.secrets import Generated, build_master, decode, generate
 from kvpool_operator.pool import Pool, PoolError, parse_pool
 from kvpool_operator.settings import Settings
-from kvpool_operator.status.condition import changed
+from kvpool_operator.status.condition import Problem, changed
 from kvpool_operator.status.problems import ending
 from kvpool_operator.story import Storyteller
 
 UNSETTLED_SECONDS = 2.0
 """Until the next look at a pool that is not as it should be."""
+UNSETTLED_MAX_SECONDS = 30.0
+"""The same while its status stays the same: events of what it consists of lead to a look at once."""
 TIER_SECONDS = 15.0
 """Until the next look at a pool with a shared tier: no event tells that a shard or a password is lost."""
 DRAIN_SECONDS = 5.0
@@ -74,6 +76,10 @@ class Memory:
     applier: Applier
     replicas: int = 0
     """Valkey pods that the last step of healing wanted; 0 = unknown."""
+    short_since: datetime | None = None
+    """When an agent was first missing that the DaemonSet has yet to make; None: none is."""
+    changed_at: datetime | None = None
+    """When status last became another."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +90,8 @@ class Gathered:
     nodes: tuple[Node, ...]
     pods: tuple[Pod, ...]
     generated: Generated
+    refusals: tuple[Refusal, ...]
+    """Why there are no nodes here although there may be some."""
     now: datetime
     workloads: tuple[Workload, ...] = field(default=())
 
@@ -113,27 +121,48 @@ class Reconciler:
                 collect(self._kube, operator_namespace=self._settings.namespace)
             return None
         now = self._clock()
+        uid = raw["metadata"]["uid"]
+        if raw["metadata"].get("deletionTimestamp"):
+            self._turn.give_back(uid)
+            return self._end(raw, now)
         try:
             pool = parse_pool(raw)
         except PoolError as error:
+            self._turn.give_back(uid)
             self._refuse(raw, error, now)
             return None
         if pool.is_paused:
+            self._turn.give_back(uid)
             self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
             return None
-        if pool.deletion_timestamp:
-            return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
-        self._finisher.keep_finalizer(pool, raw)
-        return self._reconcile_living(pool, now)
+        try:
+            self._finisher.keep_finalizer(pool, raw)
+            return self._reconcile_living(pool, now)
+        except (ForbiddenError, InvalidError) as error:
+            self._turn.give_back(uid)
+            self._hold_up(pool, error, now)
+            raise
+
+    def _end(self, raw: Raw, now: datetime) -> float | None:
+        """Deletion is a decision: neither a pause nor a spec that is not understood holds it up."""
+        try:
+            pool = parse_pool(raw)
+        except PoolError as error:
+            self._finisher.let_go(raw, error)
+            return None
+        return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
 
     def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
         namespaces = gathering.read_namespaces(self._kube, pool)
         if gathering.is_terminating(namespaces, pool.namespace):
+            self._turn.give_back(pool.uid)
             return None  # nothing can be made there any more; the pool goes with it
         memory = self._memories.setdefault(pool.uid, Memory(Applier(self._kube)))
+        nodes, refusals = self._read_nodes(pool)
         gathered = Gathered(
             namespaces=namespaces,
-            nodes=gathering.read_nodes(self._kube, pool),
+            nodes=nodes,
+            refusals=refusals,
             pods=gathering.read_members(self._kube, pool),
             generated=self._secrets(pool),
             now=now,
@@ -144,13 +173,26 @@ class Reconciler:
         outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
-        observed = replace(observed, rollout=self._roll(pool, observed, gathered))
+        observed = replace(observed, rollout=self._roll(pool, observed, gathered, memory))
         written = status.build_status(pool, observed, now=rfc3339(now))
         self._tell(pool, written, observed, outcome, now)
         self._write_status(pool, written)
-        return _next_look(pool, written)
+        if memory.changed_at is None or written != pool.status or (valkey is not None and valkey.actions):
+            memory.changed_at = now
+        return _next_look(pool, written, now=now, changed_at=memory.changed_at)
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _read_nodes(self, pool: Pool) -> tuple[tuple[Node, ...], tuple[Refusal, ...]]:
+        """A refusal keeps nothing back that needs no nodes."""
+        try:
+            return gathering.read_nodes(self._kube, pool), ()
+        except InvalidError as error:
+            remedy = "spec.agent.nodeSelector selects no nodes: correct it (kubectl get nodes --show-labels)"
+            return (), (Refusal(reason=reasons.REQUEST_REFUSED, message=f"{remedy}: {error}"),)
+        except ForbiddenError as error:
+            remedy = "the operator may not list nodes: give it the ClusterRole of its chart"
+            return (), (Refusal(reason=reasons.REQUEST_REFUSED, message=f"{remedy}: {error}"),)
 
     def _secrets(self, pool: Pool) -> Generated:
         """What was generated for the pool; the master copy is made or completed first."""
@@ -205,13 +247,17 @@ class Reconciler:
             agent_image=agent.image(pool, self._settings),
             agent_memory_bytes=agent.pod_memory_bytes(pool),
             valkey=valkey,
-            refusals=tuple(outcome.refusals),
+            refusals=(*gathered.refusals, *outcome.refusals),
             waiting_for_former=", ".join(outcome.going),
         )
 
-    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered) -> Rollout:
+    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered, memory: Memory) -> Rollout:
         """Replace an outdated agent if one may go now."""
         workload = observed.workload("DaemonSet")
+        if gathered.refusals:
+            self._turn.give_back(pool.uid)
+            message = f"the nodes are not known, so no agent is replaced: see condition {reasons.SPEC_ACCEPTED}"
+            return Rollout(reason=reasons.REQUEST_REFUSED, message=message)
         if workload is None or not workload.is_current:
             message = "the DaemonSet controller has not acted on the newest template yet: wait"
             return Rollout(reason=reasons.ROLLING_OUT, message=message)
@@ -224,8 +270,11 @@ class Reconciler:
             age_seconds={pod.uid: seconds_since(pod.created_at, gathered.now) for pod in agents},
         )
         is_outdated = any(pod.config_hash != fleet.wanted_hash for pod in agents)
-        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid))
-        if step.rollout.reason in ("", reasons.ROLLOUT_STOPPED):
+        memory.short_since = (memory.short_since or gathered.now) if fleet.is_short else None
+        if memory.short_since is not None:
+            fleet = replace(fleet, short_seconds=(gathered.now - memory.short_since).total_seconds())
+        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid, gathered.now))
+        if not step.needs_turn:
             self._turn.give_back(pool.uid)
         if step.victim is not None:
             self._replace_agent(pool, step.victim, fleet, gathered.generated.token)
@@ -244,17 +293,20 @@ class Reconciler:
 
     def _tell(self, pool: Pool, written: Manifest, observed: Observed, outcome: Outcome, now: datetime) -> None:
         about = names.reference(pool)
-        for one in changed(pool.status.get("conditions") or (), written["conditions"]):
-            said = f"{one['type']} is {one['status']}: {one['message']}"
-            once = f"{one['lastTransitionTime']} {one['reason']}"
-            is_warning = one["status"] == "False" and one["reason"] not in reasons.PROGRESS
-            self._story.tell(about, one["reason"], said, is_warning=is_warning, once=once)
+        self._tell_conditions(pool, written)
         for what in outcome.corrected:
             message = f"{what} was changed by somebody else and is put back: change the pool instead"
             self._story.tell(about, reasons.DRIFT_CORRECTED, message, is_warning=True)
         for action in observed.valkey.actions if observed.valkey else ():
             self._story.tell(about, reasons.VALKEY_HEALED, action, is_warning=False)
         self._tell_restarts(about, observed, now)
+
+    def _tell_conditions(self, pool: Pool, written: Manifest) -> None:
+        for one in changed(pool.status.get("conditions") or (), written["conditions"]):
+            said = f"{one['type']} is {one['status']}: {one['message']}"
+            once = f"{one['lastTransitionTime']} {one['reason']}"
+            is_warning = one["status"] == "False" and one["reason"] not in reasons.PROGRESS
+            self._story.tell(names.reference(pool), one["reason"], said, is_warning=is_warning, once=once)
 
     def _tell_restarts(self, about: Manifest, observed: Observed, now: datetime) -> None:
         for pod in observed.pods:
@@ -266,6 +318,13 @@ class Reconciler:
                 )
                 once = f"{pod.uid} {one.name} {one.restarts}"
                 self._story.tell(about, reasons.CONTAINER_RESTARTED, message, is_warning=True, once=once)
+
+    def _hold_up(self, pool: Pool, error: KubeError, now: datetime) -> None:
+        """Say what keeps everything from being done."""
+        message = f"the API server refuses what this pool needs: allow it, or correct the field that it names: {error}"
+        written = status.held_up_status(pool, Problem(reasons.REQUEST_REFUSED, message), now=rfc3339(now))
+        self._tell_conditions(pool, written)
+        self._write_status(pool, written)
 
     def _refuse(self, raw: Raw, error: PoolError, now: datetime) -> None:
         meta = raw["metadata"]
@@ -307,7 +366,18 @@ def _workloads(outcome: Outcome) -> tuple[Workload, ...]:
     return tuple(projections.workload(raw) for key, raw in outcome.live.items() if key[0] in kinds)
 
 
-def _next_look(pool: Pool, written: Manifest) -> float | None:
-    if not all(one["status"] == "True" for one in written["conditions"]):
-        return UNSETTLED_SECONDS
+def _next_look(pool: Pool, written: Manifest, *, now: datetime, changed_at: datetime) -> float | None:
+    """Of a pool that is not as it should be: soon while it gets on, else after as long again as nothing has changed."""
+    failing = [one for one in written["conditions"] if one["status"] != "True"]
+    if failing:
+        unchanged_seconds = 0.0 if _gets_on(failing, now) else (now - changed_at).total_seconds()
+        return min(UNSETTLED_MAX_SECONDS, max(UNSETTLED_SECONDS, unchanged_seconds))
     return None if pool.managed is None and pool.external is None else TIER_SECONDS
+
+
+def _gets_on(failing: Sequence[Manifest], now: datetime) -> bool:
+    """Whether all that fails is on its way by itself, and not for so long that it hardly is."""
+    return all(
+        one["reason"] in reasons.PROGRESS and seconds_since(one["lastTransitionTime"], now) < RECENT_SECONDS
+        for one in failing
+    )

@@ -1,6 +1,7 @@
 """Threads that take pools from the queue, and the one that puts them in from time to time.
 
-Invariant: no error in one pool's look ends a worker; without leadership nothing is taken.
+Invariant: no error in one pool's look ends a worker; without leadership nothing is taken; a pool with our finalizer is brought
+to its end also where none is served any more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from kvpool_operator import names
 from kvpool_operator.garbage import collect
@@ -102,11 +105,17 @@ class Workers:
             self._resync_now.wait(self._settings.resync_seconds)
 
     def _resync_once(self) -> None:
-        keys = [(raw["metadata"]["namespace"], raw["metadata"]["name"]) for raw in self._kube.list_all(names.KIND)]
+        metas = [raw["metadata"] for raw in self._kube.list_all(names.KIND)]
         watched = self._settings.watched_namespaces
-        keys = [key for key in keys if not watched or key[0] in watched]
-        self._metrics.pools.set(len(keys))
+        served = {(meta["namespace"], meta["name"]) for meta in metas if not watched or meta["namespace"] in watched}
+        self._metrics.pools.set(len(served))
+        keys = served | {(meta["namespace"], meta["name"]) for meta in metas if _waits_for_us(meta)}
         spread = self._settings.resync_seconds * SPREAD if len(keys) > self._settings.workers else 0.0
         for key in keys:
             self._queue.add(key, random.random() * spread)
         collect(self._kube, operator_namespace=self._settings.namespace)
+
+
+def _waits_for_us(meta: Mapping[str, Any]) -> bool:
+    """Whether a pool is being deleted and nobody else may take the finalizer off."""
+    return bool(meta.get("deletionTimestamp")) and names.FINALIZER in (meta.get("finalizers") or ())

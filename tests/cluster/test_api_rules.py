@@ -45,6 +45,8 @@ def changed(manifest: Manifest, path: str, value: object) -> Manifest:
         ("ram.capacityPerNode", "64GB", ("spec.ram.capacityPerNode",)),
         ("ram.capacityPerNode", None, ("spec.ram.capacityPerNode",)),
         ("agent.nodeSelector", {}, ("spec.agent.nodeSelector",)),
+        ("agent.nodeSelector", {"gpu": "NVIDIA A100"}, ("spec.agent.nodeSelector", "gpu", "--show-labels")),
+        ("agent.nodeSelector", {"the gpu": "a"}, ("spec.agent.nodeSelector", "[prefix/]name", "--show-labels")),
         ("valkey", {"managed": {**MANAGED, "shards": 65}}, ("spec.valkey.managed.shards",)),
         ("valkey", {"external": {"endpoints": []}}, ("spec.valkey.external.endpoints",)),
         ("routing", {"mode": "Magic"}, ("spec.routing.mode",)),

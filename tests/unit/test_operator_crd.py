@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from kvpool_operator.pool import parse_pool
 from tools import generate_api_docs, generate_crd
+from tools.crd_types import KEY_MESSAGE, LABEL_KEY, LABEL_VALUE, VALUE_MESSAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("pool*.yaml"))
@@ -122,6 +124,33 @@ def test_examples_are_valid_and_understood(path: Path) -> None:
 )
 def test_wrong_values_are_refused_by_name(spec: dict[str, Any], named: str) -> None:
     assert errors(spec) == [named]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_key", "is_value"),
+    [
+        ("gpu", True, True),
+        ("nvidia.com/gpu.present", True, False),
+        ("A100-SXM4_80GB.x", True, True),
+        ("", False, True),
+        ("NVIDIA A100", False, False),
+        ("-a", False, False),
+        ("a//b", False, False),
+        ("UPPER/a", False, False),
+        ("a..b/c", False, False),
+    ],
+)
+def test_labels_that_no_object_can_have_are_refused(text: str, *, is_key: bool, is_value: bool) -> None:
+    assert (re.search(LABEL_KEY, text) is not None) == is_key
+    assert (re.search(LABEL_VALUE, text) is not None) == is_value
+
+
+@pytest.mark.parametrize(
+    "path", ["$.spec.agent.nodeSelector", "$.spec.allowedNamespaces.selector.matchLabels"], ids=str
+)
+def test_selectors_have_rules_for_keys_and_values(path: str) -> None:
+    assert [one["message"] for one in ALL[path]["x-kubernetes-validations"]] == [KEY_MESSAGE]
+    assert [one["message"] for one in ALL[f"{path}[]"]["x-kubernetes-validations"]] == [VALUE_MESSAGE]
 
 
 def test_columns_are_those_of_the_design() -> None:

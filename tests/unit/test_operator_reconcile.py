@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvpool_operator import agent_stats, names, reasons
 from kvpool_operator.fence import OpenFence
-from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.kube_errors import ForbiddenError, UnavailableError
+from kvpool_operator.leadership import Leadership
+from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.observed import AgentStats, Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.resources import RESOURCES
 from kvpool_operator.story import Storyteller
+from kvpool_operator.work_queue import WorkQueue
+from kvpool_operator.workers import Workers
 from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
 from tests.unit.operator_pools import EXTERNAL, MANAGED, SETTINGS, UID, manifest
 
 KEY = ("inference", "chat")
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+
+
+class Movable:
+    """A clock that tests move."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+
+    def __call__(self) -> datetime:
+        return self.now
 
 
 class Healthy:
@@ -52,7 +71,7 @@ def operator(api: FakeApiServer, *, now: datetime = NOW, heal: Healthy | None = 
     """A newly started one: it remembers nothing."""
     kube = api.kube(OpenFence())
     story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
-    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=lambda: now)
+    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=Movable(now))
 
 
 def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
@@ -68,16 +87,16 @@ def made_by(workload: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"kind": workload["kind"], "name": meta["name"], "uid": meta["uid"], "controller": True}]
 
 
-def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
-    """Play the DaemonSet controller and the kubelet of one node."""
-    daemon_set = api.find("DaemonSet", "chat-agent")
+def run_daemon_set(api: FakeApiServer, pool: str = "chat", *, ready: bool = True, make: bool = True) -> dict[str, Any]:
+    """Play the DaemonSet controller and the kubelet of one node. make: whether a missing pod is made."""
+    daemon_set = api.find("DaemonSet", f"{pool}-agent")
     assert daemon_set is not None
     daemon_set["status"] = {
         "desiredNumberScheduled": 1,
         "currentNumberScheduled": 1,
         "observedGeneration": daemon_set["metadata"]["generation"],
     }
-    if api.find("Pod", "chat-agent-x") is None:
+    if make and api.find("Pod", f"{pool}-agent-x") is None:
         template = daemon_set["spec"]["template"]
         api.put(
             {
@@ -85,7 +104,7 @@ def run_daemon_set(api: FakeApiServer, *, ready: bool = True) -> dict[str, Any]:
                 "metadata": {
                     **template["metadata"],
                     "namespace": "inference",
-                    "name": "chat-agent-x",
+                    "name": f"{pool}-agent-x",
                     "ownerReferences": made_by(daemon_set),
                 },
                 "spec": {"nodeName": "node-1", "containers": template["spec"]["containers"]},
@@ -235,6 +254,77 @@ def test_objects_of_a_former_pool_are_waited_for(api: FakeApiServer) -> None:
     assert binding["metadata"]["labels"][names.POOL_UID_LABEL] == "new-uid"
 
 
+@pytest.mark.parametrize("end", ["ready", "paused", "not understood", "deleted", "node lost"])
+def test_pool_whose_rollout_does_not_go_on_lets_the_next_one_roll(api: FakeApiServer, end: str) -> None:
+    operating = settled(api)
+    other = ("inference", "other")
+    put_pool(api, "other")
+    operating.reconcile(other)
+    run_daemon_set(api, "other")
+    for name in ("chat", "other"):
+        put_pool(api, name, capacity="2Gi")
+        operating.reconcile(("inference", name))
+        run_daemon_set(api, name, make=False)
+    operating.reconcile(KEY)
+    assert api.find("Pod", "chat-agent-x") is None
+    operating.reconcile(other)
+    assert api.find("Pod", "other-agent-x") is not None
+
+    if end == "ready":
+        run_daemon_set(api)
+    elif end == "paused":
+        api.put(manifest(metadata={"annotations": {"kvpool.io/reconcile": "paused"}}))
+    elif end == "not understood":
+        put_pool(api, "chat", capacity="2")
+    elif end == "deleted":
+        deleted(api, metadata={"finalizers": ["theirs"]})
+    else:
+        make_outdated_agent_on_a_lost_node(api)
+    operating.reconcile(KEY)
+    operating.reconcile(other)
+
+    assert api.find("Pod", "other-agent-x") is None
+
+
+def put_pool(api: FakeApiServer, name: str, *, capacity: str = "1Gi") -> None:
+    """A pool without router."""
+    meta = {"name": name, "uid": UID if name == "chat" else name}
+    api.put(manifest(metadata=meta, routing={"mode": "Disabled"}, ram={"capacityPerNode": capacity}))
+
+
+def make_outdated_agent_on_a_lost_node(api: FakeApiServer) -> None:
+    """The one agent that is left to be replaced cannot be; all others are as they should be."""
+    run_daemon_set(api)
+    pod = api.find("Pod", "chat-agent-x")
+    assert pod is not None
+    lost = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+    api.put({"kind": "Node", "metadata": {"name": "node-2", "labels": {"gpu": "yes"}}, "status": lost})
+    meta = {**pod["metadata"], "name": "chat-agent-y", "uid": "y", "annotations": {names.CONFIG_HASH: "old"}}
+    api.put({**pod, "metadata": meta, "spec": {**pod["spec"], "nodeName": "node-2"}})
+
+
+@pytest.mark.parametrize("owners", [[], [{"kind": names.KIND, "name": "chat", "uid": UID}]])
+def test_copies_of_our_objects_are_left_alone(api: FakeApiServer, owners: list[dict[str, Any]]) -> None:
+    api.put({"kind": "Namespace", "metadata": {"name": "team"}})
+    operating = settled(api)
+    ours = api.find("Service", "chat-router")
+    assert ours is not None
+    meta = {"labels": ours["metadata"]["labels"]}
+    api.put(
+        {"kind": "Service", "metadata": {**meta, "namespace": "inference", "name": "my-lb", "ownerReferences": owners}}
+    )
+    api.put({"kind": "RoleBinding", "metadata": {**meta, "namespace": "team", "name": "chat-router"}})
+    api.put({"kind": "ClusterRoleBinding", "metadata": {**meta, "name": "mine"}})
+
+    operating.reconcile(KEY)
+    api.remove("KVCachePool", "chat")
+    operating.reconcile(KEY)
+
+    assert api.find("Service", "my-lb") is not None
+    assert api.find("RoleBinding", "chat-router", "team") is not None
+    assert api.names("ClusterRoleBinding") == ["mine"]
+
+
 def test_what_is_planned_no_more_is_removed(api: FakeApiServer) -> None:
     operating = settled(api, valkey=MANAGED)
     pool = manifest(routing={"mode": "Disabled"})
@@ -285,6 +375,84 @@ def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
 
     assert api.names("Deployment") == ["chat-router"]
     assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
+
+
+def refuse_reads(api: FakeApiServer, kind: str, code: int) -> None:
+    """Answer reads of a kind with a refusal."""
+    is_allowed = api._may_read
+
+    def may_read(asked: str, namespace: str) -> None:
+        is_allowed(asked, namespace)
+        if asked == kind:
+            raise Refusal(code, "unable to parse requirement")
+
+    api._may_read = may_read  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("code", "named"), [(400, "spec.agent.nodeSelector"), (403, "ClusterRole")])
+def test_nodes_that_cannot_be_read_are_told_and_keep_nothing_else_back(
+    api: FakeApiServer, code: int, named: str
+) -> None:
+    operating = settled(api)
+    api.remove("Service", "chat-router")
+    refuse_reads(api, "Node", code)
+
+    operating.reconcile(KEY)
+
+    accepted = condition(api, reasons.SPEC_ACCEPTED)
+    assert (accepted["status"], accepted["reason"]) == ("False", reasons.REQUEST_REFUSED)
+    assert named in accepted["message"]
+    assert condition(api, reasons.READY)["status"] == "False"
+    assert api.find("Service", "chat-router") is not None
+    assert api.find("Pod", "chat-agent-x") is not None
+    told = [one for key, one in api.objects.items() if key[0] == "Event"]
+    assert reasons.REQUEST_REFUSED in {one["reason"] for one in told}
+
+
+@pytest.mark.parametrize("kind", ["Namespace", "Pod", "Event"])
+def test_request_without_which_nothing_can_be_done_is_told_and_tried_again(api: FakeApiServer, kind: str) -> None:
+    operating = settled(api)
+    pod = api.find("Pod", "chat-agent-x")
+    assert pod is not None
+    api.put({**pod, "status": {"phase": "Pending"}})  # so that Events are asked for
+    refuse_reads(api, kind, 403)
+
+    for _ in range(2):
+        with pytest.raises(ForbiddenError):
+            operating.reconcile(KEY)
+
+    ready = condition(api, reasons.READY)
+    assert (ready["status"], ready["reason"]) == ("False", reasons.REQUEST_REFUSED)
+    assert RESOURCES[kind].plural in condition(api, reasons.SPEC_ACCEPTED)["message"]
+    assert condition(api, reasons.VALKEY_AVAILABLE)["status"] == "True"
+
+
+def test_pool_that_stays_broken_is_looked_at_less_and_less_until_something_changes(api: FakeApiServer) -> None:
+    operating = settled(api, agent={"nodeSelector": {"gpu": "no"}})
+    daemon_set = api.find("DaemonSet", "chat-agent")
+    assert daemon_set is not None
+    daemon_set["status"] = {"observedGeneration": daemon_set["metadata"]["generation"]}
+    clock = cast(Movable, operating._clock)
+
+    pauses = []
+    for _ in range(7):
+        pauses.append(operating.reconcile(KEY))
+        clock.now += timedelta(seconds=pauses[-1] or 0)
+
+    assert condition(api, reasons.READY)["reason"] == reasons.NO_NODE_MATCHES
+    assert pauses == [2, 2, 4, 8, 16, 30, 30]
+    api.put(manifest(agent={"nodeSelector": {"gpu": "yes"}}))
+    assert operating.reconcile(KEY) == 2
+
+
+def test_pool_that_gets_on_is_looked_at_often(api: FakeApiServer) -> None:
+    api.put(manifest())
+    operating = operator(api)
+    clock = cast(Movable, operating._clock)
+
+    for _ in range(5):
+        assert operating.reconcile(KEY) == 2
+        clock.now += timedelta(seconds=2)
 
 
 def test_change_is_not_called_rolled_out_before_the_daemon_set_controller_saw_it(api: FakeApiServer) -> None:
@@ -521,6 +689,73 @@ def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
 
     assert api.names("KVCachePool") == []
     assert api.names("Job") == []
+
+
+def deleted(api: FakeApiServer, **changes: Any) -> None:
+    """Delete the pool, changed by somebody meanwhile."""
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    meta = {**pool["metadata"], "deletionTimestamp": "2026-01-01T11:00:00Z", **changes.pop("metadata", {})}
+    api.put({**pool, "metadata": meta, "spec": {**pool["spec"], **changes}})
+
+
+def test_paused_pool_goes_when_it_is_deleted(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, metadata={"annotations": {"kvpool.io/reconcile": "paused"}})
+
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+
+
+def test_pool_that_is_not_understood_goes_when_it_is_deleted_and_its_keys_are_told_of(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, valkey={"external": {"hosts": ["x"]}}, metadata={"finalizers": [names.FINALIZER, "theirs"]})
+
+    operating.reconcile(KEY)
+
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == ["theirs"]
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == 1
+    assert "kvpool:inference/chat:" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_looked_at"),
+    [
+        ({}, False),
+        ({"finalizers": [names.FINALIZER]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": ["theirs"]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": [names.FINALIZER]}, True),
+    ],
+)
+def test_resync_looks_at_unwatched_pools_that_wait_for_the_finalizer(
+    api: FakeApiServer, metadata: dict[str, Any], is_looked_at: bool
+) -> None:
+    api.put(manifest(metadata=metadata))
+    api.put({"kind": "Namespace", "metadata": {"name": "watched"}})
+    api.put(manifest(metadata={"namespace": "watched", "name": "last", "uid": "other"}))
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    workers = Workers(
+        kube=api.kube(),
+        settings=replace(SETTINGS, watched_namespaces=("watched",)),
+        queue=queue,
+        reconciler=operator(api),
+        leadership=cast(Leadership, SimpleNamespace(is_leading=True)),
+        metrics=OperatorMetrics(CollectorRegistry()),
+    )
+    thread = threading.Thread(target=workers.resync)
+    thread.start()
+    taken = {queue.take(10)}
+    if is_looked_at:
+        taken.add(queue.take(10))
+    workers.stop()
+    thread.join(10)
+
+    assert taken == {("watched", "last"), *([KEY] if is_looked_at else [])}
+    assert len(queue) == 0
 
 
 # --- being killed -----------------------------------------------------------------------------------------------------

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool_operator import names, reasons
 from kvpool_operator.observed import Node, Pod
 from kvpool_operator.rollout import STOPPED_AFTER_SECONDS, Fleet, Turn, next_step
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def agent(number: int, *, new: bool = False, ready: bool = True, **parts: Any) -> Pod:
@@ -76,14 +81,48 @@ def test_node_that_is_away_holds_nothing_up() -> None:
 def test_pools_take_turns() -> None:
     turn = Turn()
 
-    assert turn.take("a")
-    assert not turn.take("b")
-    assert turn.take("a")
+    assert turn.take("a", NOW)
+    assert not turn.take("b", NOW)
+    assert turn.take("a", NOW)
     turn.give_back("b")
-    assert not turn.take("b")
+    assert not turn.take("b", NOW)
     turn.give_back("a")
-    assert turn.take("b")
+    assert turn.take("b", NOW)
     assert next_step(fleet(agent(1)), may_roll=False).rollout.reason == reasons.WAITING_FOR_OTHER_POOL
+
+
+def test_turn_of_a_pool_that_asks_no_more_goes_on() -> None:
+    turn = Turn()
+    limit = timedelta(seconds=STOPPED_AFTER_SECONDS)
+    assert turn.take("a", NOW)
+    assert turn.take("a", NOW + limit)
+
+    assert not turn.take("b", NOW + 2 * limit)
+    assert turn.take("b", NOW + 2 * limit + timedelta(seconds=1))
+
+
+def test_pool_keeps_the_turn_exactly_while_an_agent_is_on_its_way() -> None:
+    assert next_step(fleet(agent(1), agent(2)), may_roll=True).needs_turn
+    assert next_step(fleet(agent(1, new=True, ready=False), agent(2)), may_roll=True).needs_turn
+    assert next_step(fleet(agent(1), desired=2), may_roll=True).needs_turn
+    assert not next_step(fleet(agent(1, new=True), agent(2), away=("node-2",)), may_roll=True).needs_turn
+    assert not next_step(fleet(agent(1, new=True)), may_roll=True).needs_turn
+
+
+@pytest.mark.parametrize("agents", [(agent(1),), (agent(1), agent(2, is_terminating=True))])
+def test_rollout_whose_next_agent_cannot_be_made_stops_and_says_so(agents: tuple[Pod, ...]) -> None:
+    short = fleet(*agents, desired=2)
+    assert short.is_short
+    waiting = next_step(replace(short, short_seconds=STOPPED_AFTER_SECONDS), may_roll=True)
+    assert (waiting.victim, waiting.rollout.reason) == (None, reasons.ROLLING_OUT)
+
+    step = next_step(replace(short, short_seconds=STOPPED_AFTER_SECONDS + 1), may_roll=True)
+
+    assert (step.victim, step.rollout.reason, step.needs_turn) == (None, reasons.ROLLOUT_STOPPED, False)
+
+
+def test_agent_that_ends_on_a_node_that_is_away_leaves_the_fleet_complete() -> None:
+    assert not fleet(agent(1, is_terminating=True), agent(2), away=("node-1",)).is_short
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=8))

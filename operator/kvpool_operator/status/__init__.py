@@ -49,6 +49,15 @@ def paused_status(pool: Pool, *, now: str) -> Manifest:
     return {**pool.status, "conditions": [*others, *written]}
 
 
+def held_up_status(pool: Pool, problem: Problem, *, now: str) -> Manifest:
+    """The former status of a pool for which nothing can be done now; what is known of its parts stays."""
+    former = pool.status.get("conditions") or []
+    conditions = [fails(reasons.READY, problem), fails(reasons.SPEC_ACCEPTED, problem)]
+    written = merge(former, conditions, generation=pool.generation, now=now)
+    others = [one for one in former if one.get("type") not in (reasons.READY, reasons.SPEC_ACCEPTED)]
+    return {**pool.status, "observedGeneration": pool.generation, "conditions": [*written, *others]}
+
+
 def refused_status(former: Manifest, generation: int, problem: str, *, now: str) -> Manifest:
     """Of a pool whose spec this operator does not understand."""
     wrong = Problem(reasons.SPEC_NOT_UNDERSTOOD, problem)
