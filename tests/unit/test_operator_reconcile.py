@@ -377,13 +377,13 @@ def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
     assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
 
 
-def refuse_reads(api: FakeApiServer, kind: str, code: int) -> None:
+def refuse_reads(api: FakeApiServer, refused: str, code: int) -> None:
     """Answer reads of a kind with a refusal."""
     is_allowed = api._may_read
 
-    def may_read(asked: str, namespace: str) -> None:
-        is_allowed(asked, namespace)
-        if asked == kind:
+    def may_read(kind: str, namespace: str) -> None:
+        is_allowed(kind, namespace)
+        if kind == refused:
             raise Refusal(code, "unable to parse requirement")
 
     api._may_read = may_read  # type: ignore[method-assign]
