@@ -17,7 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpool_core.errors import ConfigError
-from kvpool_router.asgi import BodyTooLargeError, read_body
+from kvpool_router.asgi import BodyTooLargeError, BodyTooSlowError, read_body
 from kvpool_router.body_room import NoRoomError
 from kvpool_router.config import read_token
 from kvpool_router.endpoints import EndpointState
@@ -91,12 +91,16 @@ def _guarded_routes(router: Router) -> APIRouter:
         trust = router.config.tenancy.trust_client_salt
         with router.bodies.share() as share:
             try:
-                raw = await read_body(request.receive, max_bytes=router.config.max_body_bytes, share=share)
+                config = router.config
+                seconds = config.timeouts.body_seconds
+                raw = await read_body(request.receive, max_bytes=config.max_body_bytes, seconds=seconds, share=share)
                 body = await router.bodies.parse(raw, tenant=tenant, trust_client_salt=trust)
             except BodyError as error:
                 raise HTTPException(400, str(error)) from error
             except BodyTooLargeError as error:
                 raise HTTPException(413, str(error)) from error
+            except BodyTooSlowError as error:
+                raise HTTPException(408, str(error)) from error
             except NoRoomError as error:
                 raise HTTPException(503, str(error)) from error
             plan = await router.picker.plan(body, authorization=None)

@@ -24,11 +24,24 @@ class BodyTooLargeError(KVPoolError):
     """The request's body is over the limit."""
 
 
-async def read_body(receive: Receive, *, max_bytes: int, share: BodyShare) -> bytes:
+class BodyTooSlowError(KVPoolError):
+    """The request's body did not come in time."""
+
+
+async def read_body(receive: Receive, *, max_bytes: int, seconds: float, share: BodyShare) -> bytes:
     """The whole request body, its bytes taken from `share`.
 
-    BodyTooLargeError beyond `max_bytes`, NoRoomError when the share cannot grow, ClientLeftError when the client leaves.
+    BodyTooLargeError beyond `max_bytes`, BodyTooSlowError after `seconds`, NoRoomError when the share cannot grow,
+    ClientLeftError when the client leaves.
     """
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read_pieces(receive, max_bytes, share)
+    except TimeoutError:
+        raise BodyTooSlowError(f"the request body did not come within {seconds:g} s") from None
+
+
+async def _read_pieces(receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
     pieces: list[bytes] = []
     held = 0
     while True:

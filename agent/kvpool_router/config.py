@@ -143,6 +143,8 @@ class Timeouts(_Section, frozen=True, kw_only=True):
 
     connect_seconds: float = 2.0
     """To connect to an engine: nodes of one cluster answer in milliseconds."""
+    body_seconds: float = 60.0
+    """For a request's whole body, else 408: one that comes in drops would hold the room of others."""
     idle_seconds: float = 600.0
     """Between two pieces of a streamed answer; an engine under load may take minutes to the first."""
     whole_answer_seconds: float = 3600.0

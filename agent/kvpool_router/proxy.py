@@ -22,6 +22,7 @@ from yarl import URL
 
 from kvpool_router.asgi import (
     BodyTooLargeError,
+    BodyTooSlowError,
     ClientLeftError,
     read_body,
     send_json,
@@ -108,7 +109,9 @@ class CompletionRoute:
         """Serve one request."""
         try:
             with self._parts.bodies.share() as share:
-                raw = await read_body(receive, max_bytes=self._parts.config.max_body_bytes, share=share)
+                config = self._parts.config
+                seconds = config.timeouts.body_seconds
+                raw = await read_body(receive, max_bytes=config.max_body_bytes, seconds=seconds, share=share)
                 started = time.monotonic()
                 async with until_client_leaves(receive):
                     body = await self._parse(scope, raw)
@@ -120,6 +123,8 @@ class CompletionRoute:
             log.debug("the client left")
         except BodyTooLargeError as error:
             await self._refuse(send, RefusedRequestError(413, BAD_REQUEST, f"{error}; send a shorter prompt"))
+        except BodyTooSlowError as error:
+            await self._refuse(send, RefusedRequestError(408, BAD_REQUEST, f"{error}; send it again"))
         except NoRoomError as error:
             await self._refuse(send, RefusedRequestError(503, ROUTER_FULL, f"{error}; try again shortly"))
         except RefusedRequestError as error:

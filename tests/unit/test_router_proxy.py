@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -375,6 +376,23 @@ def test_body_over_the_limit_is_413(tmp_path: Path) -> None:
         async with running_fleet(tmp_path, settings={"max_body_bytes": 1_000}) as fleet:
             async with fleet.client.post(f"{fleet.url}/v1/completions", data=b" " * 1_001) as answer:
                 assert answer.status == 413
+            assert (await fleet.ask(prompt="x")).status == 200
+
+    asyncio.run(run())
+
+
+def test_body_that_comes_in_drops_is_408_and_gives_its_room_back(tmp_path: Path) -> None:
+    async def drops() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        async with running_fleet(tmp_path, settings={"timeouts": {"body_seconds": 0.5}}) as fleet:
+            async with fleet.client.post(f"{fleet.url}/v1/completions", data=drops()) as answer:
+                assert answer.status == 408
+                assert "0.5 s" in (await answer.json())["error"]["message"]
+            assert fleet.router.bodies.held == 0
             assert (await fleet.ask(prompt="x")).status == 200
 
     asyncio.run(run())
