@@ -57,6 +57,8 @@ class FakeApiServer:
     unreadable: frozenset[str] = frozenset({"Secret"})
     """Kinds that may not be read outside `readable_namespace`."""
     readable_namespace: str = "kvpool-system"
+    refused_reads: dict[str, int] = field(default_factory=dict)
+    """Status codes with which reads of kinds are answered."""
     url: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -115,6 +117,8 @@ class FakeApiServer:
             return answer
 
     def _may_read(self, kind: str, namespace: str) -> None:
+        if kind in self.refused_reads:
+            raise Refusal(self.refused_reads[kind], "unable to parse requirement")
         if kind in self.unreadable and namespace != self.readable_namespace:
             raise Refusal(403, f"{kind} in {namespace!r} may not be read")
 

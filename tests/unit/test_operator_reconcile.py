@@ -377,25 +377,13 @@ def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
     assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.PAUSED
 
 
-def refuse_reads(api: FakeApiServer, refused: str, code: int) -> None:
-    """Answer reads of a kind with a refusal."""
-    is_allowed = api._may_read
-
-    def may_read(kind: str, namespace: str) -> None:
-        is_allowed(kind, namespace)
-        if kind == refused:
-            raise Refusal(code, "unable to parse requirement")
-
-    api._may_read = may_read  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize(("code", "named"), [(400, "spec.agent.nodeSelector"), (403, "ClusterRole")])
 def test_nodes_that_cannot_be_read_are_told_and_keep_nothing_else_back(
     api: FakeApiServer, code: int, named: str
 ) -> None:
     operating = settled(api)
     api.remove("Service", "chat-router")
-    refuse_reads(api, "Node", code)
+    api.refused_reads["Node"] = code
 
     operating.reconcile(KEY)
 
@@ -415,7 +403,7 @@ def test_request_without_which_nothing_can_be_done_is_told_and_tried_again(api: 
     pod = api.find("Pod", "chat-agent-x")
     assert pod is not None
     api.put({**pod, "status": {"phase": "Pending"}})  # so that Events are asked for
-    refuse_reads(api, kind, 403)
+    api.refused_reads[kind] = 403
 
     for _ in range(2):
         with pytest.raises(ForbiddenError):
