@@ -153,12 +153,16 @@ class AgentStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyHealth:
-    """The managed Valkey's cluster after a step of healing. `waiting`: (reason, message), empty when settled."""
+    """The managed Valkey's cluster after a step of healing. `waiting`: (reason, message), empty when settled.
+
+    refusing: uids of pods that refuse the operator's login.
+    """
 
     shards: int
     ready: int
     slots_covered: int
     replicas: int
+    refusing: frozenset[str] = frozenset()
     waiting: tuple[tuple[str, str], ...] = ()
     actions: tuple[str, ...] = ()
 

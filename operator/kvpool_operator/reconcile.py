@@ -35,6 +35,8 @@ UNSETTLED_MAX_SECONDS = 30.0
 TIER_SECONDS = 15.0
 """Until the next look at a pool with a shared tier: no event tells that a shard or a password is lost."""
 DRAIN_SECONDS = 5.0
+REFUSING_SECONDS = 20.0
+"""A shard that refuses the login after that was started with a former Secret; a younger one may just be starting."""
 RECENT_SECONDS = 600.0
 """Restarts longer ago are history."""
 
@@ -171,6 +173,8 @@ class Reconciler:
         allowed = allowed_namespaces(pool, namespaces)
         inputs = PlanInputs(allowed=allowed, generated=gathered.generated, valkey_replicas=self._replicas(pool, memory))
         outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
+        if valkey is not None:
+            valkey = self._replace_refusing(valkey, gathered)
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
         observed = replace(observed, rollout=self._roll(pool, observed, gathered, memory))
@@ -217,6 +221,16 @@ class Reconciler:
         health = self._heal(pods, shards=pool.managed.shards, password=password)
         memory.replicas = health.replicas
         return health
+
+    def _replace_refusing(self, valkey: ValkeyHealth, gathered: Gathered) -> ValkeyHealth:
+        """Shards started with former users serve nobody who has the present Secret, and only a start reads it."""
+        replaced = []
+        for pod in gathered.pods:
+            is_old = seconds_since(pod.created_at, gathered.now) > REFUSING_SECONDS
+            if pod.uid in valkey.refusing and is_old and not pod.is_terminating:
+                self._kube.delete("Pod", pod.namespace, pod.name, uid=pod.uid)
+                replaced.append(f"replaced {pod.name}: it refused the login with the pool's present Secret")
+        return replace(valkey, actions=(*valkey.actions, *replaced))
 
     def _replicas(self, pool: Pool, memory: Memory) -> int:
         """How many Valkey pods there must be: never fewer than there are while it is unknown whether they hold slots."""

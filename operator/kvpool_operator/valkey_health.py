@@ -22,6 +22,7 @@ def heal(pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
         ready=result.ready,
         slots_covered=result.slots_covered,
         replicas=result.replicas,
+        refusing=frozenset(result.refusing),
         waiting=tuple((one.reason, one.message) for one in result.waiting),
         actions=result.actions,
     )

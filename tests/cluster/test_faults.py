@@ -192,6 +192,31 @@ def test_a_node_out_of_reach_for_two_minutes_comes_back(fleet: PoolFleet) -> Non
     faults.healed()
 
 
+def test_renewed_passwords_and_token_are_taken_up_by_all_parts(fleet: PoolFleet) -> None:
+    """As docs/operations.md says, while requests run."""
+    cluster, faults = fleet.cluster, Faults(fleet)
+    faults.healed()
+    uid = read_pool(cluster, "chat", NAMESPACE)["metadata"]["uid"]
+    load = request_load(fleet, 60)
+    load.start()
+    with faults.named("ValkeyUnauthenticated", "ValkeyHealed", seconds=2 * HEAL_SECONDS):
+        cluster.kubectl("delete", "secret", f"kvpool-{uid}", f"--namespace={SYSTEM}")
+    load.join()
+    assert load.failures == []
+    renewed = PoolFleet(
+        cluster,
+        fleet.transport,
+        name="chat",
+        namespace=NAMESPACE,
+        engines=[(PLAIN, cluster.nodes[0]), (PREDICTOR, cluster.nodes[1])],
+    )
+    wait_for(
+        lambda: all(node.stats()["valkey"]["state"] == "connected" for node in renewed.nodes),
+        seconds=2 * HEAL_SECONDS,
+        what="agents that take the new token and use Valkey with the new password",
+    )
+
+
 def test_a_leader_stopped_past_its_lease_writes_nothing_after_its_successor(fleet: PoolFleet) -> None:
     cluster = fleet.cluster
     identity = cluster.get("lease", "--namespace", SYSTEM)["items"][0]["spec"]["holderIdentity"]

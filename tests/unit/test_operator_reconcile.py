@@ -46,11 +46,15 @@ class Healthy:
     """Every shard is well."""
 
     replicas: int | None = None
+    are_refusing: bool = False
 
     def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
         assert pods
         assert password
-        return ValkeyHealth(shards=shards, ready=shards, slots_covered=16384, replicas=self.replicas or shards)
+        refusing = frozenset(pod.uid for pod in pods) if self.are_refusing else frozenset[str]()
+        return ValkeyHealth(
+            shards=shards, ready=shards, slots_covered=16384, replicas=self.replicas or shards, refusing=refusing
+        )
 
 
 @pytest.fixture
@@ -487,11 +491,33 @@ def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer)
     assert replicas(api) == 1
 
 
-def put_valkey_pod(api: FakeApiServer, stateful_set: dict[str, Any], name: str, owners: list[dict[str, Any]]) -> None:
+def put_valkey_pod(
+    api: FakeApiServer, stateful_set: dict[str, Any], name: str, owners: list[dict[str, Any]], *, age_seconds: float = 0
+) -> None:
     """A pod with the labels of a shard."""
     labels = {**stateful_set["spec"]["template"]["metadata"]["labels"]}
     meta = {"namespace": "inference", "name": name, "labels": labels, "ownerReferences": owners}
-    api.put({"kind": "Pod", "metadata": meta})
+    created = (NOW - timedelta(seconds=age_seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    api.put({"kind": "Pod", "metadata": {**meta, "creationTimestamp": created}})
+
+
+def test_shards_that_refuse_the_present_password_are_replaced(api: FakeApiServer) -> None:
+    heal = Healthy()
+    heal.are_refusing = True
+    api.put(manifest(valkey=MANAGED))
+    operating = operator(api, heal=heal)
+    operating.reconcile(KEY)
+    stateful_set = api.find("StatefulSet", "chat-valkey")
+    assert stateful_set is not None
+    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set), age_seconds=60)
+    put_valkey_pod(api, stateful_set, "chat-valkey-1", made_by(stateful_set), age_seconds=5)
+
+    operating.reconcile(KEY)
+
+    assert api.find("Pod", "chat-valkey-0") is None
+    assert api.find("Pod", "chat-valkey-1") is not None, "it may be starting with the present Secret"
+    told = [one for key, one in api.objects.items() if key[0] == "Event"]
+    assert any(one["reason"] == reasons.VALKEY_HEALED and "chat-valkey-0" in str(one) for one in told)
 
 
 def test_password_goes_to_no_pod_that_only_has_the_labels_of_a_shard(api: FakeApiServer) -> None:

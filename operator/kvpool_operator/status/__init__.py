@@ -136,7 +136,7 @@ def _rollout(pool: Pool, observed: Observed) -> Condition:
         if problem is None or problem.reason == reasons.PODS_STARTING:
             return fails(kind, Problem(reasons.ROLLING_OUT, f"{said}, {workload.ready} are ready: wait"))
         return fails(kind, Problem(problem.reason, f"{said}: {problem.message}"))
-    return holds(kind, reasons.UP_TO_DATE, "every pod runs what the spec says")
+    return holds(kind, reasons.UP_TO_DATE, "every pod that there is was made from the newest spec")
 
 
 def _workloads(pool: Pool, observed: Observed) -> Iterator[Workload]:

@@ -36,7 +36,9 @@ def _managed(observed: Observed) -> Condition:
         return fails(KIND, Problem(problem.reason, f"{_said(health)}: {problem.message}"))
     if health.waiting:
         reason, message = health.waiting[0]
-        return fails(KIND, Problem(reason, f"{_said(health)}: {message}: it heals by itself"))
+        others = sum(one[0] == reason for one in health.waiting) - 1
+        more = f" (and {others} more)" if others else ""
+        return fails(KIND, Problem(reason, f"{_said(health)}: {message}{more}: it heals by itself"))
     if health.ready < health.shards:
         return fails(KIND, Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
     return _said_by_agents(observed.stats.values()) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))

@@ -42,8 +42,8 @@ def look(pod: Pod, access: Access) -> SeenPod:
     try:
         return SeenPod(pod, fetch_view(pod, access))
     except ValkeyUnauthenticatedError as error:
-        remedy = "delete the pod: it starts with the pool's present Secret"
-        return SeenPod(pod, None, Waiting(UNAUTHENTICATED, f"{error}; {remedy}"))
+        remedy = "it runs with former users and is replaced by one with the pool's present Secret"
+        return SeenPod(pod, None, Waiting(UNAUTHENTICATED, f"{str(error).rstrip('.')}; {remedy}"))
     except ValkeyUnreachableError as error:
         return SeenPod(pod, None, Waiting(UNREACHABLE, str(error)))
     except ValkeyReplyError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvpool_core.errors import KVPoolError
 from kvpool_operator.valkey.acl import OPERATOR
-from kvpool_operator.valkey.admin import execute, look
+from kvpool_operator.valkey.admin import UNAUTHENTICATED, execute, look
 from kvpool_operator.valkey.commands import Claim, Command, Forget, Migrate, Pod, Reset
 from kvpool_operator.valkey.meeting import served
 from kvpool_operator.valkey.members import PATIENCE_SECONDS, SeenPod, Waiting, members_of
@@ -40,6 +40,7 @@ class HealResult:
 
     shards: wanted. ready: of those, they answer, have slots and say that the cluster is well. slots_covered: of 16384,
     by nodes that answer. replicas: what the StatefulSet must have now; more than `shards` while pods are being emptied.
+    refusing: uids of pods that refuse the login, so that nothing can be done with them.
     actions: sentences for Events. waiting: empty when all is well and nothing is under way.
     """
 
@@ -47,6 +48,7 @@ class HealResult:
     ready: int
     slots_covered: int
     replicas: int
+    refusing: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     waiting: tuple[Waiting, ...] = ()
 
@@ -82,6 +84,7 @@ def step(
         ready=_ready(seen, shards),
         slots_covered=served(members_of(seen)).bit_count(),
         replicas=replicas_needed(seen, shards),
+        refusing=tuple(one.pod.uid for one in seen if one.problem and one.problem.reason == UNAUTHENTICATED),
         actions=tuple(dict.fromkeys(str(command) for command in done if isinstance(command, NEWS))),
         waiting=planned.waiting + (() if problem is None else (problem,)),
     )
