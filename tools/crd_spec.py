@@ -275,7 +275,8 @@ def status() -> Schema:
                 },
             ),
             "workloads": struct(
-                "Pods labelled `kvpool.io/inject` that name this pool.",
+                "Pods labelled `kvpool.io/inject` that name this pool, in namespaces that it allows: pods elsewhere "
+                "(NamespaceNotAllowed) are not counted.",
                 {
                     "injected": count("With the connector."),
                     "skipped": count("Without, for the reason in their annotation kvpool.io/skip-reason."),

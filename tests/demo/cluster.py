@@ -7,6 +7,7 @@ any expectation failed; the pool stays for a look at it.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -148,9 +149,17 @@ def show(cluster: Cluster, fleet: PoolFleet) -> None:
         print(f"$ kubectl {' '.join(command)}\n{cluster.kubectl(*command)}")
     print(f"The pool goes on. Look at it:  export KUBECONFIG={cluster.kubeconfig}")
     print(f"                               kubectl -n {NAMESPACE} describe kvpool {POOL}")
-    print(f"Its router, from inside:       {fleet.router.url}/v1/completions")
+    print(f"Ask it (from inside: {fleet.router.url}):")
+    print(f"  kubectl -n {NAMESPACE} port-forward service/{POOL}-router 8080:80 &")
+    print(f"  curl -si localhost:8080/v1/completions -H 'content-type: application/json' -d '{example_body(fleet)}'")
     print(f"Remove the pool:               kubectl -n {NAMESPACE} delete kvpool {POOL}")
     print("End all of it:                 make demo-down")
+
+
+def example_body(fleet: PoolFleet) -> str:
+    """A completion of more than one block."""
+    prompt = "a prompt of more than one block which is stored and found again when it is sent once more"
+    return json.dumps({"model": fleet.engines[0].served_name, "prompt": prompt, "max_tokens": 16})
 
 
 def end() -> int:
