@@ -54,9 +54,9 @@ def make_namespace(cluster: Cluster) -> Iterator[Callable[..., str]]:
         cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[PodTransport]:
-    """Sends requests from inside."""
+    """Sends requests from inside. Not for the session: no program of the tests may outlive the cluster."""
     ensure_namespace(cluster, CLIENTS)
     transport = open_client(cluster, CLIENTS)
     yield transport
