@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 RULES = "x-kubernetes-validations"
 LABEL_NAME_MAX = 63
-LABEL_KEY_MAX = 316
+LABEL_KEY_MAX = 317
 """Prefix of 253, a slash and a name of 63, less one."""
 NAME_MAX = 253
 QUANTITY = "^[1-9][0-9]*(Mi|Gi|Ti)$"

@@ -14,7 +14,7 @@ from kvpool_core.errors import KVPoolError
 from kvpool_router.request_body import RequestBody, parse_body
 
 _PARSED_AT_ONCE_BYTES = 1 << 20
-"""A few milliseconds; a longer body is parsed beside the loop."""
+"""A longer body is parsed beside the loop, which helps between decodes: `request_body` bounds how long each may take."""
 
 
 class NoRoomError(KVPoolError):

@@ -200,8 +200,9 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     tenancy: Tenancy = msgspec.field(default_factory=Tenancy)
     max_body_bytes: int = 16 * 1024 * 1024
     """Larger requests are answered 413: a prompt of a million tokens is about 5 MB, an image some hundred KB to a few MB."""
-    max_bodies_bytes: int = 128 * 1024 * 1024
-    """Bodies of all requests whose answers have not begun; beyond, 503. While prompts are tokenized they take thrice that."""
+    max_bodies_bytes: int = 256 * 1024 * 1024
+    """Bodies of all requests whose answers have not begun, queued ones with them; beyond, 503. While a prompt is tokenized its
+    body takes thrice that."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
 

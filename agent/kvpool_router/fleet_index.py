@@ -275,6 +275,8 @@ class FleetIndex:
         for name, state in self._agents.items():
             for info in state.view.engines.values():
                 address = canonical_address(info.endpoint)
+                if not address:
+                    continue  # an engine that is not offered to routers
                 place = address, info.dp_rank
                 (conflicts if place in claimed else claimed).add(place)
                 self._engines.setdefault(address, {})[name, info.dp_rank] = EngineRef(name, info)

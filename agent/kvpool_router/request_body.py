@@ -23,6 +23,8 @@ _CHARS_PER_TOKEN = 4
 
 _LONGEST_PROMPT_BYTES = 8 << 20
 """A longer one goes by load: a prompt of a million tokens is about 5 MB, and its parts take many times its bytes."""
+_MOST_OBJECTS, _MOST_NUMBERS = 50_000, 2_000_000
+"""Of messages and their parts, and of token ids; more go by load: decoding them holds up all other requests for 0.1 s."""
 _LONGEST_ARGUMENTS_BYTES = 1 << 20
 """Of `chat_template_kwargs`; longer ones go by load."""
 _UNKNOWN_BYTES = 1 << 20
@@ -70,7 +72,16 @@ _large_decoder = msgspec.json.Decoder(
         "_LargeFields",
         [
             (name, msgspec.Raw, msgspec.Raw(b""))
-            for name in ("messages", "prompt", "input", "tokens", "tools", "documents", "prompt_embeds")
+            for name in (
+                "messages",
+                "prompt",
+                "input",
+                "tokens",
+                "tools",
+                "documents",
+                "prompt_embeds",
+                "chat_template_kwargs",
+            )
         ],
     )
 )
@@ -179,7 +190,7 @@ def _prompt(fields: _Fields) -> tuple[Prompt | None, int]:
     if any(_is_set(fields, name) for name in _HASHES_DIFFER) or _echoes_logprobs(fields):
         return None, 0
     size = max(_size(fields[name]) if name in fields else 0 for name in ("messages", "prompt"))
-    if size > _LONGEST_PROMPT_BYTES:
+    if size > _LONGEST_PROMPT_BYTES or _has_many_parts(fields):
         return None, size
     try:
         if _is_set(fields, "messages"):
@@ -189,6 +200,12 @@ def _prompt(fields: _Fields) -> tuple[Prompt | None, int]:
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
         return None, 0
     return None, 0
+
+
+def _has_many_parts(fields: _Fields) -> bool:
+    """From counts that take a millisecond for a megabyte; characters within texts are counted too."""
+    messages, prompt = bytes(fields.get("messages", b"")), bytes(fields.get("prompt", b""))
+    return messages.count(b"{") > _MOST_OBJECTS or (prompt.startswith(b"[") and prompt.count(b",") > _MOST_NUMBERS)
 
 
 def _echoes_logprobs(fields: _Fields) -> bool:

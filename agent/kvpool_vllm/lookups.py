@@ -115,11 +115,11 @@ class Lookup:
             return False
         return now >= (self.pending_deadline if self.answered else self.verdict_deadline)
 
-    def reliance(self, now_ns: int) -> Reliance:
-        """Whether leased slots can be relied upon."""
+    def reliance(self, now_ns: int, step: int) -> Reliance:
+        """Whether leased slots can be relied upon in this step of the engine."""
         has_hits = any(wire.HIT in group.states for group in self.groups)
         return self.wear.judge(
-            lease_until_ns=self.lease_until_ns if has_hits else None, final=self.final, now_ns=now_ns
+            lease_until_ns=self.lease_until_ns if has_hits else None, final=self.final, now_ns=now_ns, step=step
         )
 
     def held(self) -> list[tuple[int, int]]:

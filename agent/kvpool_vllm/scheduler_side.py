@@ -75,6 +75,7 @@ class KvpoolManager(OffloadingManager):
         self._patience = Patience(settings.verdicts_missed_before_pause, settings.pause_seconds)
         self._stats = metrics.Stats()
         self._gauges: dict[str, float] = {}
+        self._steps = 0
         self.rate = PrefillRate(settings.prefill_tokens_per_second)
         self.link: SchedulerLink | None = None
 
@@ -117,7 +118,7 @@ class KvpoolManager(OffloadingManager):
             return False
         if local_tokens is not None and local_tokens < lookup.local_tokens:
             return True
-        reliance = lookup.reliance(time.monotonic_ns())
+        reliance = lookup.reliance(time.monotonic_ns(), self._steps)
         if reliance is Reliance.GIVE_UP:
             self._stats.increase_counter(metrics.WORN_OUT_VERDICTS)
             self._give_up(lookup)
@@ -201,7 +202,8 @@ class KvpoolManager(OffloadingManager):
         return PrepareStoreOutput(wanted, StoreSpec(*place, store_keys), [])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Requests that were admitted without a load need their leases no more."""
+        """Requests that were admitted without a load need their leases no more. Called once a step."""
+        self._steps += 1
         for request_id in context.new_req_ids:
             lookup = self._lookups.get(request_id)
             if lookup is not None and not lookup.loading:

@@ -123,7 +123,7 @@ class Directory:
             image_pull_policy=pool.agent.image_pull_policy,
             image_pull_secrets=pool.agent.image_pull_secrets,
             nodes_without_image=tuple(node for node in nodes if node.name in lacking),
-            nodes_with_image=frozenset(pod.node for pod in ready),
+            nodes_with_image=frozenset(pod.node for pod in agents if _runs(pod, image) and _has_run(pod)),
             nodes=nodes,
         )
 
@@ -143,6 +143,11 @@ def _parsed(raw: Raw) -> Pool | None:
 def _runs(pod: Pod, image: str) -> bool:
     """Container statuses name images as the runtime resolved them, so the pod's spec is what counts."""
     return image in pod.images
+
+
+def _has_run(pod: Pod) -> bool:
+    """Whether the node had the image, be the agent ready now or not."""
+    return any(one.has_run for one in pod.containers) and not _lacks(pod)
 
 
 def _lacks(pod: Pod) -> bool:

@@ -51,6 +51,8 @@ class Container:
     name: str
     image: str = ""
     is_ready: bool = False
+    has_run: bool = False
+    """So its image was on the node."""
     waiting_reason: str = ""
     waiting_message: str = ""
     restarts: int = 0

@@ -110,6 +110,7 @@ def _container(raw: Raw) -> Container:
         name=raw.get("name", ""),
         image=raw.get("image", ""),
         is_ready=bool(raw.get("ready")),
+        has_run=state.get("running") is not None or bool(ended),
         waiting_reason=waiting.get("reason") or "",
         waiting_message=waiting.get("message") or "",
         restarts=int(raw.get("restartCount") or 0),

@@ -32,6 +32,8 @@ UNSETTLED_SECONDS = 2.0
 """Until the next look at a pool that is not as it should be."""
 UNSETTLED_MAX_SECONDS = 30.0
 """The same while its status stays the same: events of what it consists of lead to a look at once."""
+UNSETTLED_SHARE = 0.25
+"""Of the time that nothing changed: what heals by time alone is seen at most a quarter of that time late."""
 TIER_SECONDS = 15.0
 """Until the next look at a pool with a shared tier: no event tells that a shard or a password is lost."""
 DRAIN_SECONDS = 5.0
@@ -116,17 +118,20 @@ class Reconciler:
 
     def reconcile(self, key: Key) -> float | None:
         """Look at one pool; seconds until the next look at the latest, None: the resync will do."""
-        raw, was_known = self._kube.get(names.KIND, *key), key in self._uids
-        self._forget_others(key, raw["metadata"]["uid"] if raw else "")
+        raw = self._kube.get(names.KIND, *key)
         if raw is None:
-            if was_known:  # others are but names in somebody's labels; what they left is for the resync
+            if key in self._uids:  # others are but names in somebody's labels; what they left is for the resync
                 collect(self._kube, operator_namespace=self._settings.namespace)
+            self._forget_others(key, "")
             return None
+        self._forget_others(key, raw["metadata"]["uid"])
         now = self._clock()
         uid = raw["metadata"]["uid"]
         if raw["metadata"].get("deletionTimestamp"):
             self._turn.give_back(uid)
             return self._end(raw, now)
+        if self._settings.watched_namespaces and key[0] not in self._settings.watched_namespaces:
+            return None  # made anew meanwhile under the name of one that was going
         try:
             pool = parse_pool(raw)
         except PoolError as error:
@@ -173,7 +178,7 @@ class Reconciler:
         allowed = allowed_namespaces(pool, namespaces)
         inputs = PlanInputs(allowed=allowed, generated=gathered.generated, valkey_replicas=self._replicas(pool, memory))
         outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
-        if valkey is not None:
+        if valkey is not None and not outcome.refusals and not outcome.going:
             valkey = self._replace_refusing(valkey, gathered)
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
@@ -223,7 +228,10 @@ class Reconciler:
         return health
 
     def _replace_refusing(self, valkey: ValkeyHealth, gathered: Gathered) -> ValkeyHealth:
-        """Shards started with former users serve nobody who has the present Secret, and only a start reads it."""
+        """Shards started with former users serve nobody who has the present Secret, and only a start reads it.
+
+        To be called when all objects are applied: a shard that starts before its Secret is there would refuse, too.
+        """
         replaced = []
         for pod in gathered.pods:
             is_old = seconds_since(pod.created_at, gathered.now) > REFUSING_SECONDS
@@ -381,11 +389,11 @@ def _workloads(outcome: Outcome) -> tuple[Workload, ...]:
 
 
 def _next_look(pool: Pool, written: Manifest, *, now: datetime, changed_at: datetime) -> float | None:
-    """Of a pool that is not as it should be: soon while it gets on, else after as long again as nothing has changed."""
+    """Of a pool that is not as it should be: soon while it gets on, else after a part of the time that nothing has changed."""
     failing = [one for one in written["conditions"] if one["status"] != "True"]
     if failing:
         unchanged_seconds = 0.0 if _gets_on(failing, now) else (now - changed_at).total_seconds()
-        return min(UNSETTLED_MAX_SECONDS, max(UNSETTLED_SECONDS, unchanged_seconds))
+        return min(UNSETTLED_MAX_SECONDS, max(UNSETTLED_SECONDS, unchanged_seconds * UNSETTLED_SHARE))
     return None if pool.managed is None and pool.external is None else TIER_SECONDS
 
 

@@ -67,7 +67,8 @@ def next_step(fleet: Fleet, *, may_roll: bool) -> Step:
     """may_roll: whether this pool has the operator's turn."""
     outdated = [pod for pod in fleet.agents if pod.config_hash != fleet.wanted_hash and not pod.is_terminating]
     if not outdated:
-        return Step(None, Rollout())
+        last = _held_up(fleet, "")  # the last one's successor: until it serves, no other pool may begin
+        return Step(None, Rollout(), is_waiting=last is not None and last.reason != reasons.ROLLOUT_STOPPED)
     said = f"{max(0, fleet.desired - len(outdated))} of {fleet.desired} agents run what the spec says"
     reachable = sorted((pod for pod in outdated if fleet.is_reachable(pod)), key=lambda pod: pod.name)
     broken = [pod for pod in reachable if not fleet.is_serving(pod)]

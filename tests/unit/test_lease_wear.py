@@ -16,7 +16,7 @@ def looks(*, step_seconds: float, steps: int, wear: LeaseWear, final: bool = Tru
     for step in range(1, steps + 1):
         now = step * step_seconds
         until_ns = int((asked + LEASE_SECONDS) * _NS)
-        found.append(wear.judge(lease_until_ns=until_ns, final=final, now_ns=int(now * _NS)))
+        found.append(wear.judge(lease_until_ns=until_ns, final=final, now_ns=int(now * _NS), step=step))
         if found[-1] is Reliance.GIVE_UP:
             break
         if found[-1] is Reliance.ASK_AGAIN:
@@ -42,5 +42,20 @@ def test_blocks_that_stay_on_their_way_are_not_waited_for_over_more_than_two_lea
 
 def test_a_verdict_that_leases_nothing_does_not_wear_out() -> None:
     wear = LeaseWear()
-    assert wear.judge(lease_until_ns=None, final=True, now_ns=10**18) is Reliance.HOLDS
-    assert not wear.was_asked_again
+    assert wear.judge(lease_until_ns=None, final=True, now_ns=10**18, step=7) is Reliance.HOLDS
+    assert wear.asked_again_at is None
+
+
+def test_a_request_that_vllm_does_not_look_at_for_many_steps_is_asked_about_each_time_and_loads() -> None:
+    """A full engine looks at its queue up to the first request without room: of those behind, each look may come late."""
+    wear, asked = LeaseWear(), 0.0
+    for step in range(100, 1000, 100):  # 15 s between two looks of steps of 0.15 s
+        now = step * 0.15
+        assert (
+            wear.judge(lease_until_ns=int((asked + LEASE_SECONDS) * _NS), final=True, now_ns=int(now * _NS), step=step)
+            is Reliance.ASK_AGAIN
+        )
+        asked = now
+    soon = int((asked + 0.15) * _NS)
+    until_ns = int((asked + LEASE_SECONDS) * _NS)
+    assert wear.judge(lease_until_ns=until_ns, final=True, now_ns=soon, step=901) is Reliance.HOLDS

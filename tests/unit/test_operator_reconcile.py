@@ -426,13 +426,17 @@ def test_pool_that_stays_broken_is_looked_at_less_and_less_until_something_chang
     daemon_set["status"] = {"observedGeneration": daemon_set["metadata"]["generation"]}
     clock = cast(Movable, operating._clock)
 
-    pauses = []
-    for _ in range(7):
-        pauses.append(operating.reconcile(KEY))
-        clock.now += timedelta(seconds=pauses[-1] or 0)
+    pauses: list[float] = []
+    for _ in range(30):
+        pauses.append(operating.reconcile(KEY) or 0)
+        clock.now += timedelta(seconds=pauses[-1])
 
     assert condition(api, reasons.READY)["reason"] == reasons.NO_NODE_MATCHES
-    assert pauses == [2, 2, 4, 8, 16, 30, 30]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (2, 30)
+    assert all(pause <= max(2, sum(pauses[:number]) / 4 + 0.01) for number, pause in enumerate(pauses)), (
+        "late by a quarter at most"
+    )
     api.put(manifest(agent={"nodeSelector": {"gpu": "yes"}}))
     assert operating.reconcile(KEY) == 2
 
@@ -489,6 +493,28 @@ def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer)
     heal.replicas = 1
     operating.reconcile(KEY)
     assert replicas(api) == 1
+
+
+def test_shards_are_kept_while_their_secret_cannot_be_written(api: FakeApiServer) -> None:
+    heal = Healthy()
+    heal.are_refusing = True
+    api.put(manifest(valkey=MANAGED))
+    operating = operator(api, heal=heal)
+    operating.reconcile(KEY)
+    stateful_set = api.find("StatefulSet", "chat-valkey")
+    assert stateful_set is not None
+    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set), age_seconds=60)
+
+    def refuse(method: str, kind: str, name: str) -> None:
+        if (kind, name) == ("Secret", "chat-valkey"):
+            raise Refusal(403, "a policy forbids it")
+
+    api.on_write = refuse
+    api.remove("Secret", "chat-valkey")
+    operating.reconcile(KEY)
+
+    assert api.find("Pod", "chat-valkey-0") is not None, "the next one would start without the present users, too"
+    assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.APPLY_REFUSED
 
 
 def put_valkey_pod(

@@ -107,6 +107,10 @@ def test_pool_keeps_the_turn_exactly_while_an_agent_is_on_its_way() -> None:
     assert next_step(fleet(agent(1), desired=2), may_roll=True).needs_turn
     assert not next_step(fleet(agent(1, new=True), agent(2), away=("node-2",)), may_roll=True).needs_turn
     assert not next_step(fleet(agent(1, new=True)), may_roll=True).needs_turn
+    assert next_step(fleet(agent(1, is_terminating=True)), may_roll=True).needs_turn, (
+        "the last one's successor is to come"
+    )
+    assert next_step(fleet(agent(1, new=True, ready=False)), may_roll=True).needs_turn
 
 
 @pytest.mark.parametrize("agents", [(agent(1),), (agent(1), agent(2, is_terminating=True))])

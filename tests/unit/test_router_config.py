@@ -57,7 +57,7 @@ def test_defaults_make_a_working_router() -> None:
             DISCOVERING + "agents: [{name: a, url: 'http://a:1', token_file: /t}]",
             "`agents` is given besides `discovery`",
         ),
-        (MINIMAL + "max_body_bytes: 200000000\n", "max_body_bytes is 200000000; use a number above 0 and up to"),
+        (MINIMAL + "max_body_bytes: 300000000\n", "max_body_bytes is 300000000; use a number above 0 and up to"),
         (DISCOVERING.replace("token_file: /a", "token_file: /a, agent_port: 70000"), "agent_port is 70000"),
         (DISCOVERING.replace("token_file: /a", "token: /a"), "unknown key `discovery.kubernetes.token`"),
         (DISCOVERING.replace("token_file: /a", "token: /a"), "namespaces_file"),

@@ -15,7 +15,11 @@ AGENT = {
     "kvpool.io/pool-uid": UID,
 }
 OWNER = {"kind": "DaemonSet", "name": "chat-agent", "uid": "of-the-set", "controller": True}
-READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+RAN = {"containerStatuses": [{"name": "agent", "lastState": {"terminated": {"exitCode": 1}}, "state": {"waiting": {}}}]}
+READY = {
+    "conditions": [{"type": "Ready", "status": "True"}],
+    "containerStatuses": [{"name": "agent", "ready": True, "state": {"running": {}}}],
+}
 NO_IMAGE = {"containerStatuses": [{"name": "agent", "state": {"waiting": {"reason": "ErrImageNeverPull"}}}]}
 
 
@@ -57,6 +61,12 @@ def test_a_ready_agent_shows_that_its_node_has_the_image_and_one_without_it_that
     assert view.nodes_with_image == {"a"}
     assert view.ready_agents == 1
     assert [node.name for node in view.nodes_without_image] == ["b"]
+
+
+def test_an_agent_that_restarts_has_shown_that_its_node_has_the_image() -> None:
+    view = view_of(agent_pod("a", RAN))
+    assert view.nodes_with_image == {"a"}
+    assert view.ready_agents == 0
 
 
 def test_every_node_is_known_with_its_memory() -> None:

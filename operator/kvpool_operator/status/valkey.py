@@ -38,7 +38,8 @@ def _managed(observed: Observed) -> Condition:
         reason, message = health.waiting[0]
         others = sum(one[0] == reason for one in health.waiting) - 1
         more = f" (and {others} more)" if others else ""
-        return fails(KIND, Problem(reason, f"{_said(health)}: {message}{more}: it heals by itself"))
+        outlook = "" if reason == reasons.SHARD_REFUSES else ": it heals by itself"
+        return fails(KIND, Problem(reason, f"{_said(health)}: {message}{more}{outlook}"))
     if health.ready < health.shards:
         return fails(KIND, Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
     return _said_by_agents(observed.stats.values()) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))

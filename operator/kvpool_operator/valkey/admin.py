@@ -17,6 +17,7 @@ from kvpool_operator.valkey.wire import (
     Access,
     Arguments,
     Reply,
+    ValkeyForbiddenError,
     ValkeyRefusedError,
     ValkeyUnauthenticatedError,
     ValkeyUnreachableError,
@@ -44,6 +45,9 @@ def look(pod: Pod, access: Access) -> SeenPod:
     except ValkeyUnauthenticatedError as error:
         remedy = "it runs with former users and is replaced by one with the pool's present Secret"
         return SeenPod(pod, None, Waiting(UNAUTHENTICATED, f"{str(error).rstrip('.')}; {remedy}"))
+    except ValkeyForbiddenError as error:
+        remedy = "delete the shards' pods one after another: they start with the pool's present users"
+        return SeenPod(pod, None, Waiting(REFUSED, f"{error}; {remedy}"))
     except ValkeyUnreachableError as error:
         return SeenPod(pod, None, Waiting(UNREACHABLE, str(error)))
     except ValkeyReplyError as error:

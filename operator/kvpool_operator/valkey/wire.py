@@ -34,7 +34,11 @@ class ValkeyUnreachableError(KVPoolError):
 
 
 class ValkeyUnauthenticatedError(KVPoolError):
-    """A node refuses the login, or the user may not do what is needed."""
+    """A node refuses the login."""
+
+
+class ValkeyForbiddenError(KVPoolError):
+    """The user may not do what is needed."""
 
 
 class ValkeyRefusedError(KVPoolError):
@@ -87,7 +91,7 @@ class Wire:
     def translated(self, error: Exception) -> KVPoolError:
         """valkey-py's error as ours."""
         if isinstance(error, NoPermissionError):
-            return ValkeyUnauthenticatedError(f"{self._where} does not allow a command that is needed: {error}")
+            return ValkeyForbiddenError(f"{self._where} does not allow a command that is needed: {error}")
         if isinstance(error, AuthenticationError):
             return ValkeyUnauthenticatedError(f"{self._where} refuses the login: {error}")
         if isinstance(error, ResponseError):

@@ -94,7 +94,7 @@ def check_image(pod: Manifest, pool: PoolView, namespace: str) -> Skip | None:
     if unproven is not None:
         return Skip(
             IMAGE_MISSING_ON_NODE,
-            f"no Ready agent shows that node {unproven} has or can get image {pool.image}, and the pod may land there: "
+            f"no agent has shown that node {unproven} has or can get image {pool.image}, and the pod may land there: "
             "let the pool's agents run there too, or keep the pod off that node",
         )
     own = {secret.get("name") for secret in pod.get("spec", {}).get("imagePullSecrets") or []}

@@ -51,7 +51,7 @@ class PoolView:
     nodes_without_image: tuple[NodeView, ...] = ()
     """Nodes whose agent pod cannot get `image`."""
     nodes_with_image: frozenset[str] = frozenset()
-    """Names of the nodes on which a Ready agent runs `image`."""
+    """Names of the nodes on which an agent runs or ran with `image`."""
     nodes: tuple[NodeView, ...] = ()
     """Every node of the cluster."""
 
