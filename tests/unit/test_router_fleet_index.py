@@ -13,8 +13,15 @@ FULL = GroupLayout(1, 4096, 64, 0)
 WINDOW = GroupLayout(0, 4096, 32, 4)
 
 
-def engine(name: str, *, groups: list[GroupLayout], domain: bytes = DOMAIN, connected: bool = True) -> EngineInfo:
-    return EngineInfo(name, "127.0.0.1:1", 0, ["m"], 32, "seed", domain, groups, connected)
+def engine(
+    name: str,
+    *,
+    groups: list[GroupLayout],
+    endpoint: str = "127.0.0.1:1",
+    domain: bytes = DOMAIN,
+    connected: bool = True,
+) -> EngineInfo:
+    return EngineInfo(name, endpoint, 0, ["m"], 32, "seed", domain, groups, connected)
 
 
 def ram(hashes: list[int], *, group: int = 1, tier: str = "ram") -> TierBlocks:
@@ -126,3 +133,11 @@ def test_engine_on_another_node_that_claims_an_address_hides_nobody(caplog: pyte
     assert [record.message for record in caplog.records if "claim" in record.message] == [
         "several engines claim one address: give each the address where its own API server listens"
     ]
+
+
+def test_engines_that_are_not_offered_to_routers_claim_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    index = fleet()
+    for agent in ("a", "b"):
+        synced(index, agent, [engine(f"hidden-{agent}", endpoint="", groups=[FULL])], [])
+    assert index.engines_at("", "") == []
+    assert not caplog.records

@@ -176,3 +176,17 @@ def test_only_the_salt_ever_changes(body: dict[str, Any], tenant: str) -> None:
 def test_any_bytes_are_a_request_or_a_body_error(raw: bytes) -> None:
     with contextlib.suppress(BodyError):
         parse(raw)
+
+
+@pytest.mark.parametrize("prompt", [{"messages": [{}] * 60_000}, {"prompt": [1] * 2_100_000}])
+def test_prompt_of_very_many_parts_goes_by_load(prompt: dict[str, object]) -> None:
+    body = parse({"model": "m", **prompt})
+    assert body.prompt is None
+    assert body.estimated_tokens > 10_000
+
+
+def test_long_template_arguments_go_by_load_and_are_forwarded() -> None:
+    sent = {"model": "m", "messages": [{"content": "x"}], "chat_template_kwargs": {"documents": "x" * (2 << 20)}}
+    body = parse(sent)
+    assert body.prompt is None
+    assert json.loads(body.forwarded) == sent
