@@ -168,14 +168,15 @@ def test_engine_that_cannot_be_identified_gets_no_hits(node: Node) -> None:
 def test_lookup_by_file_version_returns_what_was_taught(engine: Engine) -> None:
     files = [wire.FileKey(1, 2, 3, 4, b"sample"), wire.FileKey(1, 3, 3, 4, b"sample")]
     engine.scheduler.send(wire.FileDigests(50, files[:1], [b"d" * 16]))
-    engine.workers[0].send(wire.FileDigests(51, files, []))
     engine.scheduler.receive(wire.FileDigests, rid=50)
+    engine.workers[0].send(wire.FileDigests(51, files, []))
     assert engine.workers[0].receive(wire.FileDigests, rid=51).digests == [b"d" * 16, b""]
 
 
 def test_leases_of_an_engine_end_at_its_share_of_the_arena_and_the_rest_is_a_miss(engine: Engine) -> None:
     hashes = chain(50, 300)  # 16 MiB, a quarter of the arena, are 256 blocks
     engine.store(1, hashes)
+    assert engine.reserve(2, []).kinds == b""  # the Ack before it was handled
     verdict = engine.prefetch("first", hashes).groups[0]
     assert verdict.states == bytes([wire.HIT] * 256 + [wire.MISS] * 44)
     again = engine.prefetch("shares the leased prefix", hashes[:256]).groups[0]

@@ -122,6 +122,7 @@ def test_replaced_holder_gets_the_arena_from_the_living_agent_and_gives_it_to_th
     engine = Engine(node)
     hashes = chain(7, 2)
     engine.store(10, hashes)
+    wait_for(lambda: engine.hits("warm", hashes) == 2, "the blocks")
     first = node.agent
     assert node.holder is not None
     assert first is not None
