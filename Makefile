@@ -48,9 +48,12 @@ cluster-down: ## End it, whatever state it is in; what was in it comes back with
 .PHONY: test
 test: provision-all lint verify test-unit test-engine test-cluster ## All checks: lint, verify, unit, engine and cluster tests
 
+# Some wait for agents' timers: one more than there are cores.
+UNIT_WORKERS := $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
+
 .PHONY: test-unit
 test-unit: venv ## Unit tests: no network, no root
-	$(PYTEST) tests/unit --timeout=60 --durations=5 --numprocesses=auto --maxprocesses=4 --dist=worksteal
+	$(PYTEST) tests/unit --timeout=60 --durations=5 --numprocesses=$(UNIT_WORKERS) --dist=worksteal
 
 .PHONY: test-engine
 test-engine: provision ## Tests with real vLLM engines and real Valkey processes
