@@ -205,7 +205,13 @@ def _prompt(fields: _Fields) -> tuple[Prompt | None, int]:
 def _has_many_parts(fields: _Fields) -> bool:
     """From counts that take a millisecond for a megabyte; characters within texts are counted too."""
     messages, prompt = bytes(fields.get("messages", b"")), bytes(fields.get("prompt", b""))
-    return messages.count(b"{") > _MOST_OBJECTS or (prompt.startswith(b"[") and prompt.count(b",") > _MOST_NUMBERS)
+    if messages.count(b"{") > _MOST_OBJECTS:
+        return True
+    return prompt.startswith(b"[") and (
+        prompt.count(b",") > _MOST_NUMBERS
+        or prompt.count(b"[") > _MOST_OBJECTS
+        or prompt.count(b'"') > 2 * _MOST_OBJECTS
+    )
 
 
 def _echoes_logprobs(fields: _Fields) -> bool:

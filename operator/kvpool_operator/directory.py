@@ -27,6 +27,8 @@ REFRESH_SECONDS = 30.0
 DEBOUNCE_SECONDS = 0.5
 """A burst of events leads to one reading."""
 NO_IMAGE = IMAGE_REASONS | {"CreateContainerError"}
+OUR_CONTAINERS = frozenset({"agent", "holder"})
+"""Others may have been put into the pod, of other images."""
 
 log = logging.getLogger("kvpool.operator.directory")
 Key = tuple[str, str]
@@ -147,7 +149,7 @@ def _runs(pod: Pod, image: str) -> bool:
 
 def _has_run(pod: Pod) -> bool:
     """Whether the node had the image, be the agent ready now or not."""
-    return any(one.has_run for one in pod.containers) and not _lacks(pod)
+    return any(one.has_run and one.name in OUR_CONTAINERS for one in pod.containers) and not _lacks(pod)
 
 
 def _lacks(pod: Pod) -> bool:

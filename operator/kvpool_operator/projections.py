@@ -106,11 +106,12 @@ def _container(raw: Raw) -> Container:
     state = raw.get("state") or {}
     waiting = state.get("waiting") or {}
     ended = state.get("terminated") or (raw.get("lastState") or {}).get("terminated") or {}
+    has_ended = bool(ended) and ended.get("reason") != "ContainerStatusUnknown"
     return Container(
         name=raw.get("name", ""),
         image=raw.get("image", ""),
         is_ready=bool(raw.get("ready")),
-        has_run=state.get("running") is not None or bool(ended),
+        has_run=state.get("running") is not None or has_ended,
         waiting_reason=waiting.get("reason") or "",
         waiting_message=waiting.get("message") or "",
         restarts=int(raw.get("restartCount") or 0),

@@ -178,7 +178,7 @@ class Reconciler:
         allowed = allowed_namespaces(pool, namespaces)
         inputs = PlanInputs(allowed=allowed, generated=gathered.generated, valkey_replicas=self._replicas(pool, memory))
         outcome = memory.applier.apply(pool, plan(pool, inputs, self._settings))
-        if valkey is not None and not outcome.refusals and not outcome.going:
+        if valkey is not None and ("Secret", pool.namespace, names.valkey_name(pool)) in outcome.live:
             valkey = self._replace_refusing(valkey, gathered)
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
@@ -230,7 +230,7 @@ class Reconciler:
     def _replace_refusing(self, valkey: ValkeyHealth, gathered: Gathered) -> ValkeyHealth:
         """Shards started with former users serve nobody who has the present Secret, and only a start reads it.
 
-        To be called when all objects are applied: a shard that starts before its Secret is there would refuse, too.
+        To be called when their Secret is applied: a shard that starts with a former one would refuse, too.
         """
         replaced = []
         for pod in gathered.pods:
@@ -291,7 +291,7 @@ class Reconciler:
             nodes={node.name: node for node in gathered.nodes},
             age_seconds={pod.uid: seconds_since(pod.created_at, gathered.now) for pod in agents},
         )
-        is_outdated = any(pod.config_hash != fleet.wanted_hash for pod in agents)
+        is_outdated = any(pod.config_hash != fleet.wanted_hash and not pod.is_terminating for pod in agents)
         memory.short_since = (memory.short_since or gathered.now) if fleet.is_short else None
         if memory.short_since is not None:
             fleet = replace(fleet, short_seconds=(gathered.now - memory.short_since).total_seconds())

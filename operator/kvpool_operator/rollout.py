@@ -93,7 +93,14 @@ def _replace(pod: Pod, said: str) -> Step:
 
 def _held_up(fleet: Fleet, said: str) -> Rollout | None:
     """Why no serving agent may be taken away now."""
-    missing = [pod for pod in fleet.agents if not fleet.is_serving(pod) and fleet.is_reachable(pod)]
+    living = sum(not pod.is_terminating for pod in fleet.agents)
+    missing = [
+        pod
+        for pod in fleet.agents
+        if not fleet.is_serving(pod)
+        and fleet.is_reachable(pod)
+        and not (pod.is_terminating and living >= fleet.desired)  # nobody comes after it
+    ]
     if missing:
         return _waiting(missing, said, fleet)
     if len(fleet.agents) >= fleet.desired:

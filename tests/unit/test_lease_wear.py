@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool_vllm.lease_wear import LeaseWear, Reliance
+from kvpool_vllm.lease_wear import ASKED_AGAIN_MAX, LeaseWear, Reliance
 
 LEASE_SECONDS = 3.0
 _NS = 1_000_000_000
@@ -43,19 +43,27 @@ def test_blocks_that_stay_on_their_way_are_not_waited_for_over_more_than_two_lea
 def test_a_verdict_that_leases_nothing_does_not_wear_out() -> None:
     wear = LeaseWear()
     assert wear.judge(lease_until_ns=None, final=True, now_ns=10**18, step=7) is Reliance.HOLDS
-    assert wear.asked_again_at is None
+    assert not wear.asked_again
 
 
-def test_a_request_that_vllm_does_not_look_at_for_many_steps_is_asked_about_each_time_and_loads() -> None:
+def test_a_request_that_vllm_does_not_look_at_for_many_steps_is_asked_about_some_times_and_loads() -> None:
     """A full engine looks at its queue up to the first request without room: of those behind, each look may come late."""
     wear, asked = LeaseWear(), 0.0
-    for step in range(100, 1000, 100):  # 15 s between two looks of steps of 0.15 s
-        now = step * 0.15
-        assert (
-            wear.judge(lease_until_ns=int((asked + LEASE_SECONDS) * _NS), final=True, now_ns=int(now * _NS), step=step)
-            is Reliance.ASK_AGAIN
-        )
-        asked = now
-    soon = int((asked + 0.15) * _NS)
-    until_ns = int((asked + LEASE_SECONDS) * _NS)
-    assert wear.judge(lease_until_ns=until_ns, final=True, now_ns=soon, step=901) is Reliance.HOLDS
+    late = [100 * number for number in range(1, ASKED_AGAIN_MAX + 2)]  # 15 s between two looks of steps of 0.15 s
+
+    def judge(step: int) -> Reliance:
+        until_ns = int((asked + LEASE_SECONDS) * _NS)
+        return wear.judge(lease_until_ns=until_ns, final=True, now_ns=int(step * 0.15 * _NS), step=step)
+
+    for step in late[:-1]:
+        assert judge(step) is Reliance.ASK_AGAIN
+        asked = step * 0.15
+    assert judge(late[-2] + 1) is Reliance.HOLDS
+    assert judge(late[-1]) is Reliance.ASK_AGAIN, "it held in between"
+
+
+def test_a_request_that_loses_its_seat_each_time_it_is_asked_about_is_computed() -> None:
+    wear = LeaseWear()
+    found = [wear.judge(lease_until_ns=0, final=True, now_ns=10**18, step=1000 * number) for number in range(1, 6)]
+    assert found[:ASKED_AGAIN_MAX] == [Reliance.ASK_AGAIN] * ASKED_AGAIN_MAX
+    assert set(found[ASKED_AGAIN_MAX:]) == {Reliance.GIVE_UP}

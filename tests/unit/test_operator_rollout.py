@@ -111,6 +111,10 @@ def test_pool_keeps_the_turn_exactly_while_an_agent_is_on_its_way() -> None:
         "the last one's successor is to come"
     )
     assert next_step(fleet(agent(1, new=True, ready=False)), may_roll=True).needs_turn
+    going = fleet(agent(1, new=True), agent(2, is_terminating=True), desired=1)
+    assert not next_step(going, may_roll=True).needs_turn, (
+        "nobody comes after an agent of a node that is selected no more"
+    )
 
 
 @pytest.mark.parametrize("agents", [(agent(1),), (agent(1), agent(2, is_terminating=True))])

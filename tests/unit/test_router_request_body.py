@@ -178,7 +178,15 @@ def test_any_bytes_are_a_request_or_a_body_error(raw: bytes) -> None:
         parse(raw)
 
 
-@pytest.mark.parametrize("prompt", [{"messages": [{}] * 60_000}, {"prompt": [1] * 2_100_000}])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"messages": [{}] * 60_000},
+        {"prompt": [1] * 2_100_000},
+        {"prompt": [[1]] * 60_000},
+        {"prompt": ["a"] * 60_000},
+    ],
+)
 def test_prompt_of_very_many_parts_goes_by_load(prompt: dict[str, object]) -> None:
     body = parse({"model": "m", **prompt})
     assert body.prompt is None
