@@ -15,9 +15,8 @@ LEASE_MARGIN_SECONDS = 0.5
 """A lease that ends sooner than this is asked for anew rather than relied upon."""
 SOON_STEPS = 2
 """After asking anew vLLM looks in the next step, or in the one after it when the verdict came late."""
-
-
 ASKED_AGAIN_MAX = 3
+"""Each question costs a request its turn in one step, which in a full engine may be its only one for long."""
 
 
 class Reliance(enum.Enum):

@@ -29,7 +29,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     OFFERED_BLOCKS: OffloadingCounterMetadata("Blocks offered to the agent for storing."),
     MISSED_VERDICTS: OffloadingCounterMetadata("Lookups given up because the agent did not answer in time."),
     WORN_OUT_VERDICTS: OffloadingCounterMetadata(
-        "Lookups given up because leases ended again before the engine's next look: its steps last as long as a lease."
+        "Lookups given up because leases ended again before the engine used them: steps as long as a lease, or a long queue."
     ),
     PAUSES: OffloadingCounterMetadata("Times that the agent was left alone after several missed verdicts in a row."),
     HOOK_ERRORS: OffloadingCounterMetadata(

@@ -1,9 +1,14 @@
-"""The unit suite talks to nobody but itself: a connection that leaves this machine is an error."""
+"""The unit suite talks to nobody but itself: a connection that leaves this machine is an error. And what many tests share."""
 
 from __future__ import annotations
 
 import ipaddress
 import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.fake_api_server import FakeApiServer, fake_api_server
 
 
 class NetworkUsedError(RuntimeError):
@@ -27,3 +32,18 @@ def is_loopback(host: str) -> bool:
 
 
 sys.addaudithook(_refuse_other_machines)
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApiServer]:
+    """With the namespace `inference` and one node that pools select."""
+    with fake_api_server() as server:
+        server.put({"kind": "Namespace", "metadata": {"name": "inference"}})
+        server.put(
+            {
+                "kind": "Node",
+                "metadata": {"name": "node-1", "labels": {"gpu": "yes"}},
+                "status": {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"memory": "64Gi"}},
+            }
+        )
+        yield server

@@ -1,38 +1,212 @@
-"""What is said of keys that are left."""
+"""How a pool ends: its keys, its objects, its finalizer."""
 
 from __future__ import annotations
 
-import shlex
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvpool_operator import deletion
+from kvpool_operator import names
+from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.leadership import Leadership
+from kvpool_operator.metrics import OperatorMetrics
+from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.work_queue import WorkQueue
+from kvpool_operator.workers import Workers
+from tests.unit.fake_api_server import FakeApiServer, Refusal
+from tests.unit.operator_pools import EXTERNAL, SETTINGS, UID, manifest
+from tests.unit.played_cluster import (
+    KEY,
+    NOW,
+    deleted,
+    operator,
+    settled,
+)
+
+
+def test_only_keys_that_must_be_purged_hold_a_pool_back(api: FakeApiServer) -> None:
+    settled(api)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert "finalizers" not in pool["metadata"]
+
+    external = {**manifest(valkey=EXTERNAL)}
+    api.put(external)
+    operating = operator(api)
+    operating.reconcile(KEY)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == [names.FINALIZER]
+
+    kept = {"external": {"endpoints": ["v:6379"], "deletionPolicy": "Retain"}}
+    api.put({**pool, "spec": {**pool["spec"], "valkey": kept}})
+    operating.reconcile(KEY)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == []
+
+
+def ending(api: FakeApiServer) -> Reconciler:
+    """A pool with keys outside that was deleted just now."""
+    operating = settled(api, valkey=EXTERNAL)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    api.put({**pool, "metadata": {**pool["metadata"], "deletionTimestamp": "2026-01-01T12:00:00Z"}})
+    return operating
+
+
+def test_keys_go_after_the_agents_and_the_pool_after_the_keys(api: FakeApiServer) -> None:
+    operating = ending(api)
+
+    assert operating.reconcile(KEY) is not None
+    assert (api.names("DaemonSet"), api.names("Pod"), api.names("Job")) == ([], [], [])
+    operating.reconcile(KEY)
+    assert api.names("Job") == ["chat-purge"]
+    operating.reconcile(KEY)
+    assert api.names("KVCachePool") == ["chat"]
+
+    job = api.find("Job", "chat-purge")
+    assert job is not None
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert operating.reconcile(KEY) is None
+
+    assert api.names("KVCachePool") == []
+    assert api.names("Job") == []
+
+
+def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None:
+    operating = ending(api)
+    for _ in range(2):
+        operating.reconcile(KEY)
+    job = api.find("Job", "chat-purge")
+    assert job is not None
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "DeadlineExceeded"}]}
+
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == 1
+    assert "kvpool:inference/chat:" in told[0]
+
+
+@pytest.mark.parametrize("hindrance", ["job refused", "too late", "namespace going"])
+def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
+    ending(api)
+    now = NOW
+    if hindrance == "job refused":
+
+        def refuse(method: str, kind: str, _name: str) -> None:
+            if kind == "Job" and method == "POST":
+                raise Refusal(403, "exceeded quota")
+
+        api.on_write = refuse
+    elif hindrance == "too late":
+        now = NOW + timedelta(seconds=101)
+    else:
+        api.put({"kind": "Namespace", "metadata": {"name": "inference"}, "status": {"phase": "Terminating"}})
+
+    operating = operator(api, now=now)
+    for _ in range(3):
+        operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    assert api.names("Job") == []
+
+
+def test_paused_pool_goes_when_it_is_deleted(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, metadata={"annotations": {"kvpool.io/reconcile": "paused"}})
+
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+
+
+def test_pool_that_is_not_understood_goes_when_it_is_deleted_and_its_keys_are_told_of(api: FakeApiServer) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    deleted(api, valkey={"external": {"hosts": ["x"]}}, metadata={"finalizers": [names.FINALIZER, "theirs"]})
+
+    operating.reconcile(KEY)
+
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    assert pool["metadata"]["finalizers"] == ["theirs"]
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == 1
+    assert "kvpool:inference/chat:" in told[0]
 
 
 @pytest.mark.parametrize(
-    ("prefix", "pattern"),
+    ("metadata", "is_looked_at"),
     [
-        ("kvpool:inference/chat:", "kvpool:inference/chat:*"),
-        ("';reboot;'", "';reboot;'*"),
-        ("$(reboot)`x`", "$(reboot)`x`*"),
-        ("a*[b]?", r"a\*\[b\]\?*"),
+        ({}, False),
+        ({"finalizers": [names.FINALIZER]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": ["theirs"]}, False),
+        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": [names.FINALIZER]}, True),
     ],
 )
-def test_command_to_remove_keys_takes_these_keys_and_runs_nothing_else(prefix: str, pattern: str) -> None:
-    scene = deletion.Scene(
-        age_seconds=deletion.GIVE_UP_SECONDS + 1,
-        is_namespace_terminating=False,
-        has_finalizer=True,
-        must_purge=True,
-        has_daemon_set=False,
-        agents=(),
-        job=None,
-        is_job_ours=False,
-        job_message="",
-        key_prefix=prefix,
+def test_resync_looks_at_unwatched_pools_that_wait_for_the_finalizer(
+    api: FakeApiServer, metadata: dict[str, Any], is_looked_at: bool
+) -> None:
+    api.put(manifest(metadata=metadata))
+    api.put({"kind": "Namespace", "metadata": {"name": "watched"}})
+    api.put(manifest(metadata={"namespace": "watched", "name": "last", "uid": "other"}))
+    queue: WorkQueue[tuple[str, str]] = WorkQueue()
+    workers = Workers(
+        kube=api.kube(),
+        settings=replace(SETTINGS, watched_namespaces=("watched",)),
+        queue=queue,
+        reconciler=operator(api),
+        leadership=cast(Leadership, SimpleNamespace(is_leading=True)),
+        metrics=OperatorMetrics(CollectorRegistry()),
     )
+    thread = threading.Thread(target=workers.resync)
+    thread.start()
+    taken = {queue.take(10)}
+    if is_looked_at:
+        taken.add(queue.take(10))
+    workers.stop()
+    thread.join(10)
 
-    message = deletion.next_step(scene).message
+    assert taken == {("watched", "last"), *([KEY] if is_looked_at else [])}
+    assert len(queue) == 0
 
-    command = message[message.index("valkey-cli") : message.index(" and UNLINK")]
-    assert shlex.split(command) == ["valkey-cli", "--scan", "--pattern", pattern]
+
+def test_dead_pools_bindings_and_master_secrets_are_collected(api: FakeApiServer) -> None:
+    operating = settled(api)
+    api.remove("KVCachePool", "chat")
+
+    operating.reconcile(KEY)
+
+    assert api.names("ClusterRoleBinding") == []
+    assert f"kvpool-{UID}" not in api.names("Secret")
+
+
+def test_what_a_pool_left_is_collected_although_the_first_try_failed(api: FakeApiServer) -> None:
+    operating = settled(api)
+    assert api.names("ClusterRoleBinding")
+    api.remove("KVCachePool", "chat")
+    api.refused_reads["RoleBinding"] = 503
+
+    with pytest.raises(UnavailableError):
+        operating.reconcile(KEY)
+    api.refused_reads.clear()
+    operating.reconcile(KEY)
+
+    assert api.names("ClusterRoleBinding") == []
+
+
+def test_living_pool_of_a_namespace_that_is_not_watched_is_left_alone(api: FakeApiServer) -> None:
+    """One made anew under the name of a pool that waited for its finalizer."""
+    api.put(manifest())
+    operating = operator(api, settings=replace(SETTINGS, watched_namespaces=("elsewhere",)))
+
+    assert operating.reconcile(KEY) is None
+
+    assert api.names("DaemonSet") == []

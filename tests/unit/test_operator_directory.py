@@ -1,53 +1,93 @@
-"""What the webhook is told of pools."""
+"""What the webhook is told of pools: their agents, the nodes with their memory, and where the image is shown to be had."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvpool_operator import names
+import pytest
+
 from kvpool_operator.directory import Directory
-from kvpool_operator.webhook.views import PoolView
-from tests.unit.fake_api_server import FakeApiServer, fake_api_server
-from tests.unit.operator_pools import SETTINGS, UID, make_pool, manifest
+from kvpool_operator.webhook.views import NodeView, PoolView
+from tests.unit.fake_api_server import fake_api_server
+from tests.unit.operator_pools import SETTINGS, UID, manifest
 
-READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-NO_IMAGE = {"containerStatuses": [{"name": "agent", "state": {"waiting": {"reason": "ErrImagePull"}}}]}
-OWNER = {"kind": "DaemonSet", "name": "chat-agent", "uid": "d", "controller": True}
+AGENT = {
+    "app.kubernetes.io/component": "agent",
+    "app.kubernetes.io/managed-by": "kvpool-operator",
+    "kvpool.io/pool-uid": UID,
+}
+OWNER = {"kind": "DaemonSet", "name": "chat-agent", "uid": "of-the-set", "controller": True}
+RAN = {"containerStatuses": [{"name": "agent", "lastState": {"terminated": {"exitCode": 1}}, "state": {"waiting": {}}}]}
+READY = {
+    "conditions": [{"type": "Ready", "status": "True"}],
+    "containerStatuses": [{"name": "agent", "ready": True, "state": {"running": {}}}],
+}
+NO_IMAGE = {"containerStatuses": [{"name": "agent", "state": {"waiting": {"reason": "ErrImageNeverPull"}}}]}
 
 
-def put_agent(api: FakeApiServer, namespace: str, owners: list[dict[str, Any]], status: dict[str, Any]) -> None:
+def agent_pod(
+    node: str, status: dict[str, Any], image: str = SETTINGS.image, *, namespace: str = "inference", owner: Any = OWNER
+) -> dict[str, Any]:
     """A pod with an agent's labels."""
-    meta = {
-        "namespace": namespace,
-        "name": f"agent-{len(api.objects)}",
-        "labels": names.labels(make_pool(), names.AGENT),
-        "ownerReferences": owners,
+    return {
+        "kind": "Pod",
+        "metadata": {
+            "namespace": namespace,
+            "name": f"chat-agent-{node}",
+            "labels": AGENT,
+            "ownerReferences": [owner] if owner else [],
+        },
+        "spec": {"nodeName": node, "containers": [{"name": "agent", "image": image}]},
+        "status": status,
     }
-    spec = {"nodeName": "node-1", "containers": [{"name": "agent", "image": "kvpool:test"}]}
-    api.put({"kind": "Pod", "metadata": meta, "spec": spec, "status": status})
 
 
-def view(api: FakeApiServer) -> PoolView:
-    """The pool as the webhook sees it."""
-    directory = Directory(api.kube(), SETTINGS)
-    directory.refresh()
-    found = directory.find_pool("inference", "chat")
+def view_of(*pods: dict[str, Any]) -> PoolView:
+    """The pool on a cluster of nodes a, b, c and d."""
+    with fake_api_server() as server:
+        for name in "abcd":
+            server.put({"kind": "Node", "metadata": {"name": name}, "status": {"allocatable": {"memory": "1Gi"}}})
+        server.put({"kind": "Namespace", "metadata": {"name": "inference"}})
+        server.put(manifest())
+        for pod in pods:
+            server.put(pod)
+        directory = Directory(server.kube(), SETTINGS)
+        directory.refresh()
+        found = directory.find_pool("inference", "chat")
     assert found is not None
     return found
 
 
-def test_agents_are_the_pods_of_the_pools_own_daemon_set() -> None:
-    with fake_api_server() as api:
-        api.put({"kind": "Namespace", "metadata": {"name": "inference"}})
-        api.put({"kind": "Node", "metadata": {"name": "node-1"}, "status": {}})
-        assert api.put(manifest())["metadata"]["uid"] == UID
-        put_agent(api, "inference", [OWNER], READY)
-        for namespace, owners in (("attacker", [OWNER]), ("inference", []), ("inference", [{**OWNER, "name": "x"}])):
-            put_agent(api, namespace, owners, READY)
-            put_agent(api, namespace, owners, NO_IMAGE)
+def test_a_ready_agent_shows_that_its_node_has_the_image_and_one_without_it_that_it_has_not() -> None:
+    view = view_of(
+        agent_pod("a", READY), agent_pod("b", NO_IMAGE), agent_pod("c", {}), agent_pod("d", READY, "kvpool:old")
+    )
+    assert view.nodes_with_image == {"a"}
+    assert view.ready_agents == 1
+    assert [node.name for node in view.nodes_without_image] == ["b"]
 
-        seen = view(api)
-        assert (seen.ready_agents, seen.nodes_without_image) == (1, ())
 
-        put_agent(api, "inference", [OWNER], NO_IMAGE)
-        assert [node.name for node in view(api).nodes_without_image] == ["node-1"]
+def test_an_agent_that_restarts_has_shown_that_its_node_has_the_image() -> None:
+    view = view_of(agent_pod("a", RAN))
+    assert view.nodes_with_image == {"a"}
+    assert view.ready_agents == 0
+
+
+def test_every_node_is_known_with_its_memory() -> None:
+    assert view_of().nodes == tuple(
+        NodeView(name, allocatable=frozenset({"memory"}), memory_bytes=1 << 30) for name in "abcd"
+    )
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"namespace": "attacker"},
+        {"owner": None},
+        {"owner": {**OWNER, "name": "x"}},
+        {"owner": {**OWNER, "controller": False}},
+    ],
+)
+def test_agents_are_the_pods_of_the_pools_own_daemon_set(forged: dict[str, Any]) -> None:
+    view = view_of(agent_pod("a", READY), agent_pod("b", READY, **forged), agent_pod("c", NO_IMAGE, **forged))
+    assert (view.ready_agents, view.nodes_without_image) == (1, ())

@@ -4,146 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvpool_operator import agent_stats, names, reasons
-from kvpool_operator.fence import OpenFence
 from kvpool_operator.kube_errors import ForbiddenError, UnavailableError
-from kvpool_operator.leadership import Leadership
-from kvpool_operator.metrics import OperatorMetrics
-from kvpool_operator.observed import AgentStats, Pod, ValkeyHealth
-from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.observed import AgentStats, Pod
 from kvpool_operator.resources import RESOURCES
-from kvpool_operator.story import Storyteller
-from kvpool_operator.work_queue import WorkQueue
-from kvpool_operator.workers import Workers
-from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
-from tests.unit.operator_pools import EXTERNAL, MANAGED, SETTINGS, UID, manifest
-
-KEY = ("inference", "chat")
-NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
-
-
-class Movable:
-    """A clock that tests move."""
-
-    def __init__(self, now: datetime) -> None:
-        self.now = now
-
-    def __call__(self) -> datetime:
-        return self.now
-
-
-class Healthy:
-    """Every shard is well."""
-
-    replicas: int | None = None
-    are_refusing: bool = False
-
-    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
-        assert pods
-        assert password
-        refusing = frozenset(pod.uid for pod in pods) if self.are_refusing else frozenset[str]()
-        return ValkeyHealth(
-            shards=shards, ready=shards, slots_covered=16384, replicas=self.replicas or shards, refusing=refusing
-        )
-
-
-@pytest.fixture
-def api() -> Iterator[FakeApiServer]:
-    with fake_api_server() as server:
-        server.put({"kind": "Namespace", "metadata": {"name": "inference"}})
-        server.put(
-            {
-                "kind": "Node",
-                "metadata": {"name": "node-1", "labels": {"gpu": "yes"}},
-                "status": {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"memory": "64Gi"}},
-            }
-        )
-        yield server
-
-
-def operator(api: FakeApiServer, *, now: datetime = NOW, heal: Healthy | None = None) -> Reconciler:
-    """A newly started one: it remembers nothing."""
-    kube = api.kube(OpenFence())
-    story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
-    return Reconciler(kube, SETTINGS, story=story, heal=heal or Healthy(), clock=Movable(now))
-
-
-def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:
-    """A condition of the pool."""
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    return next(one for one in pool["status"]["conditions"] if one["type"] == kind)
-
-
-def made_by(workload: dict[str, Any]) -> list[dict[str, Any]]:
-    """The owner references of a pod of it."""
-    meta = workload["metadata"]
-    return [{"kind": workload["kind"], "name": meta["name"], "uid": meta["uid"], "controller": True}]
-
-
-def run_daemon_set(api: FakeApiServer, pool: str = "chat", *, ready: bool = True, make: bool = True) -> dict[str, Any]:
-    """Play the DaemonSet controller and the kubelet of one node. make: whether a missing pod is made."""
-    daemon_set = api.find("DaemonSet", f"{pool}-agent")
-    assert daemon_set is not None
-    daemon_set["status"] = {
-        "desiredNumberScheduled": 1,
-        "currentNumberScheduled": 1,
-        "observedGeneration": daemon_set["metadata"]["generation"],
-    }
-    if make and api.find("Pod", f"{pool}-agent-x") is None:
-        template = daemon_set["spec"]["template"]
-        api.put(
-            {
-                "kind": "Pod",
-                "metadata": {
-                    **template["metadata"],
-                    "namespace": "inference",
-                    "name": f"{pool}-agent-x",
-                    "ownerReferences": made_by(daemon_set),
-                },
-                "spec": {"nodeName": "node-1", "containers": template["spec"]["containers"]},
-                "status": {
-                    "phase": "Running",
-                    "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-                },
-            }
-        )
-    return daemon_set
-
-
-def run_deployment(api: FakeApiServer) -> None:
-    """Play the Deployment controller."""
-    deployment = api.find("Deployment", "chat-router")
-    assert deployment is not None
-    wanted = deployment["spec"]["replicas"]
-    deployment["status"] = {
-        "replicas": wanted,
-        "readyReplicas": wanted,
-        "updatedReplicas": wanted,
-        "observedGeneration": deployment["metadata"]["generation"],
-    }
-
-
-def settled(api: FakeApiServer, **spec: Any) -> Reconciler:
-    """A pool that is as it should be, and its operator."""
-    api.put(manifest(**spec))
-    operating = operator(api)
-    operating.reconcile(KEY)
-    run_daemon_set(api)
-    if api.find("Deployment", "chat-router") is not None:
-        run_deployment(api)
-    operating.reconcile(KEY)
-    return operating
+from tests.unit.fake_api_server import FakeApiServer, Refusal
+from tests.unit.operator_pools import MANAGED, UID, manifest
+from tests.unit.played_cluster import (
+    KEY,
+    Movable,
+    condition,
+    deleted,
+    operator,
+    run_daemon_set,
+    run_deployment,
+    settled,
+)
 
 
 def test_pool_becomes_ready_and_then_nothing_is_written(api: FakeApiServer) -> None:
@@ -361,16 +243,6 @@ def test_bindings_in_other_namespaces_come_and_go_with_the_selector(api: FakeApi
     assert api.find("RoleBinding", "chat-router") is not None
 
 
-def test_dead_pools_bindings_and_master_secrets_are_collected(api: FakeApiServer) -> None:
-    operating = settled(api)
-    api.remove("KVCachePool", "chat")
-
-    operating.reconcile(KEY)
-
-    assert api.names("ClusterRoleBinding") == []
-    assert f"kvpool-{UID}" not in api.names("Secret")
-
-
 def test_paused_pool_is_left_alone(api: FakeApiServer) -> None:
     operating = settled(api)
     api.put({**manifest(metadata={"annotations": {"kvpool.io/reconcile": "paused"}}, routing={"mode": "Disabled"})})
@@ -477,100 +349,6 @@ def test_outdated_agent_is_deleted_once_and_others_wait_for_it(api: FakeApiServe
     assert condition(api, reasons.ROLLOUT_COMPLETE)["status"] == "True"
 
 
-def test_valkey_is_not_scaled_down_before_its_pods_are_empty(api: FakeApiServer) -> None:
-    heal = Healthy()
-    api.put(manifest(valkey=MANAGED))
-    operating = operator(api, heal=heal)
-    operating.reconcile(KEY)
-    stateful_set = api.find("StatefulSet", "chat-valkey")
-    assert stateful_set is not None
-    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set))
-    api.put(manifest(valkey={"managed": {"shards": 1, "memoryPerShard": "1Gi"}}))
-
-    heal.replicas = 3
-    operating.reconcile(KEY)
-    assert replicas(api) == 3
-    heal.replicas = 1
-    operating.reconcile(KEY)
-    assert replicas(api) == 1
-
-
-def test_shards_are_kept_while_their_secret_cannot_be_written(api: FakeApiServer) -> None:
-    heal = Healthy()
-    heal.are_refusing = True
-    api.put(manifest(valkey=MANAGED))
-    operating = operator(api, heal=heal)
-    operating.reconcile(KEY)
-    stateful_set = api.find("StatefulSet", "chat-valkey")
-    assert stateful_set is not None
-    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set), age_seconds=60)
-
-    def refuse(method: str, kind: str, name: str) -> None:
-        if (kind, name) == ("Secret", "chat-valkey"):
-            raise Refusal(403, "a policy forbids it")
-
-    api.on_write = refuse
-    api.remove("Secret", "chat-valkey")
-    operating.reconcile(KEY)
-
-    assert api.find("Pod", "chat-valkey-0") is not None, "the next one would start without the present users, too"
-    assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.APPLY_REFUSED
-
-
-def put_valkey_pod(
-    api: FakeApiServer, stateful_set: dict[str, Any], name: str, owners: list[dict[str, Any]], *, age_seconds: float = 0
-) -> None:
-    """A pod with the labels of a shard."""
-    labels = {**stateful_set["spec"]["template"]["metadata"]["labels"]}
-    meta = {"namespace": "inference", "name": name, "labels": labels, "ownerReferences": owners}
-    created = (NOW - timedelta(seconds=age_seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    api.put({"kind": "Pod", "metadata": {**meta, "creationTimestamp": created}})
-
-
-def test_shards_that_refuse_the_present_password_are_replaced(api: FakeApiServer) -> None:
-    heal = Healthy()
-    heal.are_refusing = True
-    api.put(manifest(valkey=MANAGED))
-    operating = operator(api, heal=heal)
-    operating.reconcile(KEY)
-    stateful_set = api.find("StatefulSet", "chat-valkey")
-    assert stateful_set is not None
-    put_valkey_pod(api, stateful_set, "chat-valkey-0", made_by(stateful_set), age_seconds=60)
-    put_valkey_pod(api, stateful_set, "chat-valkey-1", made_by(stateful_set), age_seconds=5)
-
-    operating.reconcile(KEY)
-
-    assert api.find("Pod", "chat-valkey-0") is None
-    assert api.find("Pod", "chat-valkey-1") is not None, "it may be starting with the present Secret"
-    told = [one for key, one in api.objects.items() if key[0] == "Event"]
-    assert any(one["reason"] == reasons.VALKEY_HEALED and "chat-valkey-0" in str(one) for one in told)
-
-
-def test_password_goes_to_no_pod_that_only_has_the_labels_of_a_shard(api: FakeApiServer) -> None:
-    asked: list[str] = []
-
-    class Recording(Healthy):
-        def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
-            asked.extend(pod.name for pod in pods)
-            return super().__call__(pods, shards=shards, password=password)
-
-    api.put(manifest(valkey=MANAGED))
-    operating = operator(api, heal=Recording())
-    operating.reconcile(KEY)
-    stateful_set = api.find("StatefulSet", "chat-valkey")
-    assert stateful_set is not None
-    (real,) = made_by(stateful_set)
-    put_valkey_pod(api, stateful_set, "chat-valkey-0", [real])
-    put_valkey_pod(api, stateful_set, "no-owner", [])
-    put_valkey_pod(api, stateful_set, "other-set", [{**real, "name": "other"}])
-    put_valkey_pod(api, stateful_set, "guessed-uid", [{**real, "uid": "guessed"}])
-    put_valkey_pod(api, stateful_set, "no-controller", [{**real, "controller": False}])
-
-    operating.reconcile(KEY)
-
-    assert asked == ["chat-valkey-0"]
-
-
 def test_token_goes_to_no_pod_that_only_has_the_labels_of_an_agent_and_to_none_on_a_node_that_is_away(
     api: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -620,185 +398,6 @@ def test_pool_that_only_labels_name_costs_one_request(api: FakeApiServer, monkey
     monkeypatch.setattr(FakeApiServer, "_list", lambda *_: pytest.fail("a list"))
 
     assert operating.reconcile(("inference", "made-up")) is None
-
-
-def test_new_operator_keeps_valkey_pods_of_which_it_knows_nothing(api: FakeApiServer) -> None:
-    settled(api, valkey=MANAGED)
-    api.put(manifest(valkey={"managed": {"shards": 1, "memoryPerShard": "1Gi"}}))
-
-    operator(api).reconcile(KEY)
-
-    assert replicas(api) == 3
-
-
-def replicas(api: FakeApiServer) -> int:
-    """Wanted Valkey pods."""
-    stateful_set = api.find("StatefulSet", "chat-valkey")
-    assert stateful_set is not None
-    return int(stateful_set["spec"]["replicas"])
-
-
-# --- the end --------------------------------------------------------------------------------------------------------
-
-
-def test_only_keys_that_must_be_purged_hold_a_pool_back(api: FakeApiServer) -> None:
-    settled(api)
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    assert "finalizers" not in pool["metadata"]
-
-    external = {**manifest(valkey=EXTERNAL)}
-    api.put(external)
-    operating = operator(api)
-    operating.reconcile(KEY)
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    assert pool["metadata"]["finalizers"] == [names.FINALIZER]
-
-    kept = {"external": {"endpoints": ["v:6379"], "deletionPolicy": "Retain"}}
-    api.put({**pool, "spec": {**pool["spec"], "valkey": kept}})
-    operating.reconcile(KEY)
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    assert pool["metadata"]["finalizers"] == []
-
-
-def ending(api: FakeApiServer) -> Reconciler:
-    """A pool with keys outside that was deleted just now."""
-    operating = settled(api, valkey=EXTERNAL)
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    api.put({**pool, "metadata": {**pool["metadata"], "deletionTimestamp": "2026-01-01T12:00:00Z"}})
-    return operating
-
-
-def test_keys_go_after_the_agents_and_the_pool_after_the_keys(api: FakeApiServer) -> None:
-    operating = ending(api)
-
-    assert operating.reconcile(KEY) is not None
-    assert (api.names("DaemonSet"), api.names("Pod"), api.names("Job")) == ([], [], [])
-    operating.reconcile(KEY)
-    assert api.names("Job") == ["chat-purge"]
-    operating.reconcile(KEY)
-    assert api.names("KVCachePool") == ["chat"]
-
-    job = api.find("Job", "chat-purge")
-    assert job is not None
-    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert operating.reconcile(KEY) is None
-
-    assert api.names("KVCachePool") == []
-    assert api.names("Job") == []
-
-
-def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None:
-    operating = ending(api)
-    for _ in range(2):
-        operating.reconcile(KEY)
-    job = api.find("Job", "chat-purge")
-    assert job is not None
-    job["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "DeadlineExceeded"}]}
-
-    operating.reconcile(KEY)
-
-    assert api.names("KVCachePool") == []
-    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
-    assert len(told) == 1
-    assert "kvpool:inference/chat:" in told[0]
-
-
-@pytest.mark.parametrize("hindrance", ["job refused", "too late", "namespace going"])
-def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
-    ending(api)
-    now = NOW
-    if hindrance == "job refused":
-
-        def refuse(method: str, kind: str, _name: str) -> None:
-            if kind == "Job" and method == "POST":
-                raise Refusal(403, "exceeded quota")
-
-        api.on_write = refuse
-    elif hindrance == "too late":
-        now = NOW + timedelta(seconds=101)
-    else:
-        api.put({"kind": "Namespace", "metadata": {"name": "inference"}, "status": {"phase": "Terminating"}})
-
-    operating = operator(api, now=now)
-    for _ in range(3):
-        operating.reconcile(KEY)
-
-    assert api.names("KVCachePool") == []
-    assert api.names("Job") == []
-
-
-def deleted(api: FakeApiServer, **changes: Any) -> None:
-    """Delete the pool, changed by somebody meanwhile."""
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    meta = {**pool["metadata"], "deletionTimestamp": "2026-01-01T11:00:00Z", **changes.pop("metadata", {})}
-    api.put({**pool, "metadata": meta, "spec": {**pool["spec"], **changes}})
-
-
-def test_paused_pool_goes_when_it_is_deleted(api: FakeApiServer) -> None:
-    operating = settled(api, valkey=EXTERNAL)
-    deleted(api, metadata={"annotations": {"kvpool.io/reconcile": "paused"}})
-
-    operating.reconcile(KEY)
-
-    assert api.names("KVCachePool") == []
-
-
-def test_pool_that_is_not_understood_goes_when_it_is_deleted_and_its_keys_are_told_of(api: FakeApiServer) -> None:
-    operating = settled(api, valkey=EXTERNAL)
-    deleted(api, valkey={"external": {"hosts": ["x"]}}, metadata={"finalizers": [names.FINALIZER, "theirs"]})
-
-    operating.reconcile(KEY)
-
-    pool = api.find("KVCachePool", "chat")
-    assert pool is not None
-    assert pool["metadata"]["finalizers"] == ["theirs"]
-    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
-    assert len(told) == 1
-    assert "kvpool:inference/chat:" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "is_looked_at"),
-    [
-        ({}, False),
-        ({"finalizers": [names.FINALIZER]}, False),
-        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": ["theirs"]}, False),
-        ({"deletionTimestamp": "2026-01-01T11:00:00Z", "finalizers": [names.FINALIZER]}, True),
-    ],
-)
-def test_resync_looks_at_unwatched_pools_that_wait_for_the_finalizer(
-    api: FakeApiServer, metadata: dict[str, Any], is_looked_at: bool
-) -> None:
-    api.put(manifest(metadata=metadata))
-    api.put({"kind": "Namespace", "metadata": {"name": "watched"}})
-    api.put(manifest(metadata={"namespace": "watched", "name": "last", "uid": "other"}))
-    queue: WorkQueue[tuple[str, str]] = WorkQueue()
-    workers = Workers(
-        kube=api.kube(),
-        settings=replace(SETTINGS, watched_namespaces=("watched",)),
-        queue=queue,
-        reconciler=operator(api),
-        leadership=cast(Leadership, SimpleNamespace(is_leading=True)),
-        metrics=OperatorMetrics(CollectorRegistry()),
-    )
-    thread = threading.Thread(target=workers.resync)
-    thread.start()
-    taken = {queue.take(10)}
-    if is_looked_at:
-        taken.add(queue.take(10))
-    workers.stop()
-    thread.join(10)
-
-    assert taken == {("watched", "last"), *([KEY] if is_looked_at else [])}
-    assert len(queue) == 0
-
-
-# --- being killed -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(5))
