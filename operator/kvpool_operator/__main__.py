@@ -26,7 +26,7 @@ from kvpool_operator.fence import OpenFence
 from kvpool_operator.health import HealthServer
 from kvpool_operator.kube import Kube, connect
 from kvpool_operator.kube_errors import KubeError
-from kvpool_operator.leadership import Leadership
+from kvpool_operator.leadership import Leadership, Term
 from kvpool_operator.lease import KubeLease
 from kvpool_operator.logs import set_up_logging
 from kvpool_operator.metrics import OperatorMetrics
@@ -37,7 +37,7 @@ from kvpool_operator.story import Storyteller
 from kvpool_operator.valkey_health import heal
 from kvpool_operator.webhook_service import WebhookService
 from kvpool_operator.work_queue import WorkQueue
-from kvpool_operator.workers import Workers
+from kvpool_operator.workers import Office, Workers
 
 POKE_DELAY_SECONDS = 0.2
 """Events come in bursts."""
@@ -62,9 +62,8 @@ class Operator:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        api = connect()
-        shared = Kube(api, OpenFence())
-        self._shared = shared
+        self._api = connect()
+        shared = Kube(self._api, OpenFence())
         self._metrics = OperatorMetrics(REGISTRY)
         self._leadership = Leadership(
             KubeLease(shared, settings.namespace, settings.service_name),
@@ -72,18 +71,8 @@ class Operator:
             on_change=self._on_leadership,
             wall_clock=micro_time,
         )
-        kube = Kube(api, self._leadership)
-        wall_clock = lambda: rfc3339(utc_now())  # noqa: E731 (two words)
-        self._story = Storyteller(kube, identity=settings.identity, monotonic=time.monotonic, wall_clock=wall_clock)
         self._queue: WorkQueue[Key] = WorkQueue()
-        self._workers = Workers(
-            kube=kube,
-            settings=settings,
-            queue=self._queue,
-            reconciler=Reconciler(kube, settings, story=self._story, heal=heal, clock=utc_now),
-            leadership=self._leadership,
-            metrics=self._metrics,
-        )
+        self._workers = Workers(settings=settings, queue=self._queue, metrics=self._metrics)
         self._news = News()
         self._directory = Directory(shared, settings)
         self._webhook = (
@@ -186,16 +175,21 @@ class Operator:
     def _is_watched(self, key: Key) -> bool:
         return not self._settings.watched_namespaces or key[0] in self._settings.watched_namespaces
 
-    def _on_leadership(self, is_leading: bool) -> None:
-        self._metrics.leading.set(is_leading)
-        if not is_leading:
-            self._queue.clear()
+    def _on_leadership(self, term: Term | None) -> None:
+        self._metrics.leading.set(term is not None)
+        self._workers.end()
+        if term is None:
             return
-        self._workers.resync_soon()
+        kube = Kube(self._api, term)
+        story = Storyteller(
+            kube, identity=self._settings.identity, monotonic=time.monotonic, wall_clock=lambda: rfc3339(utc_now())
+        )
+        reconciler = Reconciler(kube, self._settings, fence=term, story=story, heal=heal, clock=utc_now)
+        self._workers.begin(Office(term, kube, reconciler))
         # apart: whatever asks the API server here would keep this thread, the leadership's, from renewing
-        threading.Thread(target=self._begin_to_lead, name="begin-to-lead", daemon=True).start()
+        threading.Thread(target=self._begin_to_lead, args=(story,), name="begin-to-lead", daemon=True).start()
 
-    def _begin_to_lead(self) -> None:
+    def _begin_to_lead(self, story: Storyteller) -> None:
         if self._webhook is not None:
             self._webhook.publish()
         about = {
@@ -206,7 +200,7 @@ class Operator:
         }
         message = f"{self._settings.identity} leads now"
         try:
-            self._story.tell(about, reasons.LEADER_CHANGED, message, is_warning=False, once=micro_time())
+            story.tell(about, reasons.LEADER_CHANGED, message, is_warning=False, once=micro_time())
         except KubeError as error:
             log.info("leading was short", extra={"data": {"reason": str(error)}})
 

@@ -1,6 +1,7 @@
 """Asks agents how they are, and to drain.
 
 Invariant: whatever answers, asking never takes longer than its deadline and never raises: what went wrong is part of the answer.
+Draining changes an agent, so only the leader may ask for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from kvpool_operator.bounded_socket import BoundedSocket
+from kvpool_operator.fence import Fence, sending_under
 from kvpool_operator.observed import AgentStats, Pod
 from kvpool_operator.plan.pods import ADMIN_PORT
 
@@ -49,11 +51,12 @@ def ask(ip: str, token: str, *, port: int = ADMIN_PORT) -> AgentStats:
         return AgentStats(error=f"{type(error).__name__}: {error}")
 
 
-def drain(ip: str, token: str, seconds: float, *, port: int = ADMIN_PORT) -> bool:
-    """Have an agent write to Valkey what waits; whether it did in time."""
+def drain(ip: str, token: str, seconds: float, *, fence: Fence, port: int = ADMIN_PORT) -> bool:
+    """Have an agent write to Valkey what waits; whether it did in time. NotLeaderError when the fence is shut."""
     try:
         path = f"/v1/drain?timeout_seconds={seconds:g}"
-        return bool(_request("POST", ip, port, path, token, seconds + ASK_TIMEOUT_SECONDS).get("drained"))
+        with sending_under(fence):
+            return bool(_request("POST", ip, port, path, token, seconds + ASK_TIMEOUT_SECONDS).get("drained"))
     except NO_ANSWER:
         return False
 

@@ -1,7 +1,8 @@
 """A TCP connection to a process that is not trusted to answer.
 
 Invariant: between two grants it takes at most the granted seconds and gives at most the granted bytes, however slowly or
-however much the other side sends. So a reader that waits for more than comes is ended by an OSError.
+however much the other side sends. So a reader that waits for more than comes is ended by an OSError. And it sends nothing that
+its thread's fence (`fence.sending_under`) no longer lets through.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import socket
 import time
 from typing import TYPE_CHECKING
+
+from kvpool_operator.fence import check_before_send
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -44,8 +47,9 @@ class BoundedSocket(socket.socket):
         return count
 
     def sendall(self, data: ReadableBuffer, flags: int = 0, /) -> None:
-        """As a socket does, within the grant."""
+        """As a socket does, within the grant and behind the fence."""
         self._limit()
+        check_before_send()
         super().sendall(data, flags)
 
     def _limit(self) -> None:

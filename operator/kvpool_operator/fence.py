@@ -1,7 +1,8 @@
 """The right to write.
 
-Invariant: a write is sent only while the fence of its client is open at the very moment of sending, and is given up
-before the fence can close: so a leader that was stopped past its lease writes nothing when it goes on.
+Invariant: what changes something, be it at the API server, in Valkey or in an agent, is sent only while the fence is open
+at the very moment of sending, and is given up before the fence can close: so a leader that was stopped past its lease changes
+nothing when it goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def write_timeout(fence: Fence, wanted_seconds: float) -> float:
     """Timeout of a write; NotLeaderError when there is no time for one."""
     seconds = min(wanted_seconds, fence.remaining_seconds() - MARGIN_SECONDS)
     if seconds <= 0:
-        raise NotLeaderError("this replica does not lead now: nothing was written")
+        raise NotLeaderError("this replica does not lead now: nothing was sent")
     return seconds
 
 
@@ -58,4 +59,4 @@ def check_before_send() -> None:
     """Called by connections right before bytes go out: a thread may have been stopped since the write was begun."""
     fence: Fence | None = getattr(_sending, "fence", None)
     if fence is not None and fence.remaining_seconds() <= 0:
-        raise NotLeaderError("this replica lost its lease while it prepared a write: nothing was written")
+        raise NotLeaderError("this replica lost its lease while it prepared a write: nothing was sent")

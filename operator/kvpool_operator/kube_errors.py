@@ -6,7 +6,7 @@ KubeError
 ├── ForbiddenError      403: RBAC, a quota, an admission policy, or a namespace that is being deleted
 ├── InvalidError        400, 422: the API server does not take the object
 ├── UnavailableError    timeouts, broken connections, 429 and 5xx: try again
-└── NotLeaderError      this replica leads no more: nothing was written
+└── NotLeaderError      this replica leads no more: nothing was sent
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which replica leads: a coordination Lease.
 
-Invariant: `remaining_seconds()` is above 0 only while no other replica can hold the Lease: it ends RENEW_DEADLINE_SECONDS
-after the *request* that last renewed it, and others wait LEASE_SECONDS from when they first saw that renewal.
+Invariant: a `Term` is open only while no other replica can hold the Lease: it ends RENEW_DEADLINE_SECONDS after the *start* of
+the request that last renewed it, and others wait LEASE_SECONDS from the *answer* to the read that first showed them that renewal.
 """
 
 from __future__ import annotations
@@ -56,42 +56,71 @@ class Sighting:
     since: float
 
 
+class Term:
+    """A time of leading without a break: the fence of all that is begun in it. Over once, it never opens again.
+
+    So what a thread began in one term is not sent in a later one, in which others may have changed everything meanwhile.
+    """
+
+    def __init__(self, deadline: float, monotonic: Callable[[], float]) -> None:
+        self._deadline = deadline
+        self._monotonic = monotonic
+
+    def remaining_seconds(self) -> float:
+        """How long its leader may write; 0 or less when it is over."""
+        return self._deadline - self._monotonic()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its leader may write now."""
+        return self.remaining_seconds() > 0
+
+    def extend(self, deadline: float) -> None:
+        """The Lease was renewed."""
+        self._deadline = deadline
+
+    def end(self) -> None:
+        """The Lease is another's, or about to be let go."""
+        self._deadline = float("-inf")
+
+
+def boot_seconds() -> float:
+    """A clock that also runs while the machine sleeps, as other machines' clocks do."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def is_free(sighting: Sighting, now: float) -> bool:
     """Whether the Lease may be taken from its holder."""
     return not sighting.record.holder or now > sighting.since + sighting.record.duration_seconds
 
 
 class Leadership:
-    """Takes part in the election. The fence of every write (`fence.Fence`)."""
+    """Takes part in the election."""
 
     def __init__(
         self,
         store: LeaseStore,
         identity: str,
         *,
-        on_change: Callable[[bool], None],
-        monotonic: Callable[[], float] = time.monotonic,
+        on_change: Callable[[Term | None], None],
+        monotonic: Callable[[], float] = boot_seconds,
         wall_clock: Callable[[], str],
     ) -> None:
-        """on_change: called with True when this replica begins to lead, with False when it ends."""
+        """on_change: called with each term of this replica when it begins, with None when it leads no more."""
         self._store = store
         self._identity = identity
         self._on_change = on_change
         self._monotonic = monotonic
         self._wall_clock = wall_clock
-        self._deadline = float("-inf")
+        self._term: Term | None = None
         self._sighting: Sighting | None = None
-        self._told = False
+        self._told: Term | None = None
         self._stop = threading.Event()
-
-    def remaining_seconds(self) -> float:
-        """How long this replica may write."""
-        return self._deadline - self._monotonic()
 
     @property
     def is_leading(self) -> bool:
-        """Whether it may write now."""
-        return self.remaining_seconds() > 0
+        """Whether this replica may write now."""
+        return self._term is not None and self._term.is_open
 
     def run(self) -> None:
         """Take part until `stop`; then let the Lease go."""
@@ -118,10 +147,12 @@ class Leadership:
         elif record.holder == self._identity:
             self._write(asked_at, record, self._store.replace)
         else:
-            self._deadline = float("-inf")
-            self._look_on(record, asked_at)
+            self._end_term()
+            self._look_on(record, answered_at=self._monotonic())
 
-    def _look_on(self, record: LeaseRecord, now: float) -> None:
+    def _look_on(self, record: LeaseRecord, *, answered_at: float) -> None:
+        """The holder may have renewed at any time up to the answer, so nothing counts from before it."""
+        now = answered_at
         if self._sighting is None or self._sighting.record != record:
             self._sighting = Sighting(record, now)
         if is_free(self._sighting, now):
@@ -134,13 +165,24 @@ class Leadership:
             record, renewed=now, acquired=record.acquired or now, duration_seconds=LEASE_SECONDS, holder=self._identity
         )
         if write(renewed):
-            self._deadline = asked_at + RENEW_DEADLINE_SECONDS
             self._sighting = None
+            self._go_on(asked_at + RENEW_DEADLINE_SECONDS)
+
+    def _go_on(self, deadline: float) -> None:
+        if self._term is not None and self._term.is_open:
+            self._term.extend(deadline)
+        else:
+            self._term = Term(deadline, self._monotonic)
+
+    def _end_term(self) -> None:
+        if self._term is not None:
+            self._term.end()
+            self._term = None
 
     def _release(self) -> None:
         if not self.is_leading:
             return
-        self._deadline = float("-inf")
+        self._end_term()
         try:
             record = self._store.read()
             if record is not None and record.holder == self._identity:
@@ -149,7 +191,8 @@ class Leadership:
             log.info("could not release the lease: it ends by itself", extra={"data": {"reason": str(error)}})
 
     def _tell(self) -> None:
-        if self.is_leading != self._told:
-            self._told = not self._told
-            log.info("leading" if self._told else "not leading", extra={"data": {"identity": self._identity}})
-            self._on_change(self._told)
+        term = self._term if self.is_leading else None
+        if term is not self._told:
+            self._told = term
+            log.info("not leading" if term is None else "leading", extra={"data": {"identity": self._identity}})
+            self._on_change(term)

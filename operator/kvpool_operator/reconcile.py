@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvpool_operator import agent_stats, gathering, names, projections, reasons, rollout, status
 from kvpool_operator.applying import Applier, Outcome
+from kvpool_operator.fence import Fence
 from kvpool_operator.finishing import Finisher
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube, Raw
@@ -49,7 +50,7 @@ Key = tuple[str, str]
 class Healer(Protocol):
     """One step of forming and healing a managed Valkey (`valkey_health.heal`); blocking."""
 
-    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str, fence: Fence) -> ValkeyHealth:
         """What was seen and done."""
 
 
@@ -104,9 +105,18 @@ class Reconciler:
     """Of all pools; one thread a pool at a time (the queue sees to that)."""
 
     def __init__(
-        self, kube: Kube, settings: Settings, *, story: Storyteller, heal: Healer, clock: Callable[[], datetime]
+        self,
+        kube: Kube,
+        settings: Settings,
+        *,
+        fence: Fence,
+        story: Storyteller,
+        heal: Healer,
+        clock: Callable[[], datetime],
     ) -> None:
+        """fence: of all that is changed, also of `kube`'s writes."""
         self._kube = kube
+        self._fence = fence
         self._settings = settings
         self._story = story
         self._heal = heal
@@ -223,7 +233,7 @@ class Reconciler:
         if not pods:
             return None
         password = gathered.generated.operator_password
-        health = self._heal(pods, shards=pool.managed.shards, password=password)
+        health = self._heal(pods, shards=pool.managed.shards, password=password, fence=self._fence)
         memory.replicas = health.replicas
         return health
 
@@ -304,7 +314,7 @@ class Reconciler:
 
     def _replace_agent(self, pool: Pool, victim: Pod, fleet: rollout.Fleet, token: str) -> None:
         if fleet.is_serving(victim) and victim.ip:
-            agent_stats.drain(victim.ip, token, DRAIN_SECONDS)
+            agent_stats.drain(victim.ip, token, DRAIN_SECONDS, fence=self._fence)
         self._kube.delete("Pod", victim.namespace, victim.name, uid=victim.uid)
         message = f"replacing agent {victim.name} on node {victim.node}: its template is outdated"
         self._story.tell(

@@ -8,15 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvpool_operator.fence import Fence
 from kvpool_operator.observed import Pod, ValkeyHealth
 from kvpool_operator.valkey import heal as healing
 
 _ORDINAL = re.compile(r"-(\d+)$")
 
 
-def heal(pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
-    """One step."""
-    result = healing.step([_shard(pod) for pod in pods], shards=shards, password=password)
+def heal(pods: Sequence[Pod], *, shards: int, password: str, fence: Fence) -> ValkeyHealth:
+    """One step; NotLeaderError when it may change nothing (any more)."""
+    result = healing.step([_shard(pod) for pod in pods], shards=shards, password=password, fence=fence)
     return ValkeyHealth(
         shards=result.shards,
         ready=result.ready,

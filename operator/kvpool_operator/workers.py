@@ -1,7 +1,7 @@
 """Threads that take pools from the queue, and the one that puts them in from time to time.
 
-Invariant: no error in one pool's look ends a worker; without leadership nothing is taken; a pool with our finalizer is brought
-to its end also where none is served any more.
+Invariant: no error in one pool's look ends a worker; without leadership nothing is taken; what was remembered or begun in one
+term of leading is of no use in the next; a pool with our finalizer is brought to its end also where none is served any more.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import random
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvpool_operator import names
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube
 from kvpool_operator.kube_errors import KubeError, NotLeaderError
-from kvpool_operator.leadership import Leadership
+from kvpool_operator.leadership import Term
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.reconcile import Key, Reconciler
 from kvpool_operator.settings import Settings
@@ -30,27 +31,41 @@ SPREAD = 0.5
 log = logging.getLogger("kvpool.operator.workers")
 
 
+@dataclass(frozen=True, slots=True)
+class Office:
+    """What a leader works with in one term, made anew for each. `kube` and `reconciler` change nothing once `term` is over."""
+
+    term: Term
+    kube: Kube
+    reconciler: Reconciler
+
+
 class Workers:
     """All threads that work on pools."""
 
     def __init__(
         self,
         *,
-        kube: Kube,
         settings: Settings,
         queue: WorkQueue[Key],
-        reconciler: Reconciler,
-        leadership: Leadership,
         metrics: OperatorMetrics,
     ) -> None:
-        self._kube = kube
         self._settings = settings
         self._queue = queue
-        self._reconciler = reconciler
-        self._leadership = leadership
         self._metrics = metrics
+        self._office: Office | None = None
         self._stop = threading.Event()
         self._resync_now = threading.Event()
+
+    def begin(self, office: Office) -> None:
+        """This replica leads now: look at every pool."""
+        self._office = office
+        self.resync_soon()
+
+    def end(self) -> None:
+        """It leads no more."""
+        self._office = None
+        self._queue.clear()
 
     def stop(self) -> None:
         """Take nothing more."""
@@ -59,7 +74,7 @@ class Workers:
         self._queue.close()
 
     def resync_soon(self) -> None:
-        """Look at every pool: this replica begins to lead, or something concerns them all."""
+        """Look at every pool: something concerns them all."""
         self._resync_now.set()
 
     def work(self) -> None:
@@ -71,13 +86,14 @@ class Workers:
             self._metrics.waiting.set(len(self._queue))
 
     def _look_at(self, key: Key) -> None:
-        if not self._leadership.is_leading:
+        office = self._office
+        if office is None or not office.term.is_open:
             self._queue.done(key)
             return
         started = time.monotonic()
         where = {"namespace": key[0], "pool": key[1]}
         try:
-            again = self._reconciler.reconcile(key)
+            again = office.reconciler.reconcile(key)
         except NotLeaderError:
             self._queue.done(key)
         except KubeError as error:
@@ -97,15 +113,16 @@ class Workers:
         """Until `stop`: every pool is looked at, and what dead pools left is removed."""
         while not self._stop.is_set():
             self._resync_now.clear()
-            if self._leadership.is_leading:
+            office = self._office
+            if office is not None and office.term.is_open:
                 try:
-                    self._resync_once()
+                    self._resync_once(office)
                 except KubeError as error:
                     log.warning("could not resync", extra={"data": {"reason": str(error)}})
             self._resync_now.wait(self._settings.resync_seconds)
 
-    def _resync_once(self) -> None:
-        metas = [raw["metadata"] for raw in self._kube.list_all(names.KIND)]
+    def _resync_once(self, office: Office) -> None:
+        metas = [raw["metadata"] for raw in office.kube.list_all(names.KIND)]
         watched = self._settings.watched_namespaces
         served = {(meta["namespace"], meta["name"]) for meta in metas if not watched or meta["namespace"] in watched}
         self._metrics.pools.set(len(served))
@@ -113,7 +130,7 @@ class Workers:
         spread = self._settings.resync_seconds * SPREAD if len(keys) > self._settings.workers else 0.0
         for key in keys:
             self._queue.add(key, random.random() * spread)
-        collect(self._kube, operator_namespace=self._settings.namespace)
+        collect(office.kube, operator_namespace=self._settings.namespace)
 
 
 def _waits_for_us(meta: Mapping[str, Any]) -> bool:

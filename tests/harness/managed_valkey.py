@@ -24,6 +24,7 @@ from types import TracebackType
 import valkey
 from valkey.exceptions import ValkeyError
 
+from kvpool_operator.fence import OpenFence
 from kvpool_operator.valkey.acl import AGENT, replication_conf, users_acl
 from kvpool_operator.valkey.config import valkey_conf
 from kvpool_operator.valkey.heal import HealResult, Pod, step
@@ -179,6 +180,7 @@ class ManagedValkey:
             self.pods(),
             shards=shards,
             password=password,
+            fence=OpenFence(),
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvpool_operator.fence import OpenFence
+from kvpool_operator.fence import Fence, OpenFence
 from kvpool_operator.observed import Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.settings import Settings
@@ -34,9 +34,10 @@ class Healthy:
     replicas: int | None = None
     are_refusing: bool = False
 
-    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+    def __call__(self, pods: Sequence[Pod], *, shards: int, password: str, fence: Fence) -> ValkeyHealth:
         assert pods
         assert password
+        assert fence.remaining_seconds() > 0
         refusing = frozenset(pod.uid for pod in pods) if self.are_refusing else frozenset[str]()
         return ValkeyHealth(
             shards=shards, ready=shards, slots_covered=16384, replicas=self.replicas or shards, refusing=refusing
@@ -49,7 +50,7 @@ def operator(
     """A newly started one: it remembers nothing."""
     kube = api.kube(OpenFence())
     story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
-    return Reconciler(kube, settings, story=story, heal=heal or Healthy(), clock=Movable(now))
+    return Reconciler(kube, settings, fence=OpenFence(), story=story, heal=heal or Healthy(), clock=Movable(now))
 
 
 def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:

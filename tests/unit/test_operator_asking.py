@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_operator import agent_stats
+from kvpool_operator.fence import OpenFence
 from kvpool_operator.health import HealthServer
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.observed import AgentStats, Pod
@@ -136,7 +137,7 @@ def test_agent_that_sends_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -
 
 def test_agent_is_asked_to_drain() -> None:
     with agent(b'{"drained": true}') as (port, asked):
-        assert agent_stats.drain("127.0.0.1", "t", 5, port=port)
+        assert agent_stats.drain("127.0.0.1", "t", 5, fence=OpenFence(), port=port)
 
     assert asked == ["POST /v1/drain?timeout_seconds=5 Bearer t"]
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_operator import names
 from kvpool_operator.kube_errors import UnavailableError
-from kvpool_operator.leadership import Leadership
+from kvpool_operator.leadership import Term
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.work_queue import WorkQueue
-from kvpool_operator.workers import Workers
+from kvpool_operator.workers import Office, Workers
 from tests.unit.fake_api_server import FakeApiServer, Refusal
 from tests.unit.operator_pools import EXTERNAL, SETTINGS, UID, manifest
 from tests.unit.played_cluster import (
@@ -159,13 +158,11 @@ def test_resync_looks_at_unwatched_pools_that_wait_for_the_finalizer(
     api.put(manifest(metadata={"namespace": "watched", "name": "last", "uid": "other"}))
     queue: WorkQueue[tuple[str, str]] = WorkQueue()
     workers = Workers(
-        kube=api.kube(),
         settings=replace(SETTINGS, watched_namespaces=("watched",)),
         queue=queue,
-        reconciler=operator(api),
-        leadership=cast(Leadership, SimpleNamespace(is_leading=True)),
         metrics=OperatorMetrics(CollectorRegistry()),
     )
+    workers.begin(Office(Term(100.0, lambda: 0.0), api.kube(), operator(api)))
     thread = threading.Thread(target=workers.resync)
     thread.start()
     taken = {queue.take(10)}

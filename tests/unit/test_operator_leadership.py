@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from kvpool_operator.fence import MARGIN_SECONDS, check_before_send, sending_under, write_timeout
 from kvpool_operator.kube_errors import NotLeaderError, UnavailableError
-from kvpool_operator.leadership import LEASE_SECONDS, RENEW_DEADLINE_SECONDS, Leadership, LeaseRecord
+from kvpool_operator.leadership import LEASE_SECONDS, RENEW_DEADLINE_SECONDS, Leadership, LeaseRecord, Term
 from kvpool_operator.lease import KubeLease
 from tests.unit.fake_api_server import fake_api_server
 
@@ -30,8 +31,11 @@ class Store:
         self.record: LeaseRecord | None = None
         self.version = 0
         self.is_down = False
+        self.before_answer: Callable[[], None] = lambda: None
+        """What happens while a request is under way, before it is carried out."""
 
     def read(self) -> LeaseRecord | None:
+        self.before_answer()
         if self.is_down:
             raise UnavailableError("down")
         return self.record
@@ -108,6 +112,58 @@ def test_leader_that_was_stopped_sees_that_another_one_leads() -> None:
     assert (first.is_leading, second.is_leading) == (False, True)
 
 
+def test_standbys_clock_runs_from_the_answer_that_shows_a_renewal() -> None:
+    """Its request was on the way for long, and the leader renewed just before it was answered."""
+    store, clock = Store(), Clock()
+    first, second = replica(store, clock, "a"), replica(store, clock, "b")
+    first.step()
+    second.step()
+
+    def delayed() -> None:
+        store.before_answer = lambda: None
+        clock.now += 14
+        first.step()
+
+    store.before_answer = delayed
+    second.step()
+    clock.now += RENEW_DEADLINE_SECONDS - 0.1
+    second.step()
+
+    assert (first.is_leading, second.is_leading) == (True, False)
+
+
+def test_leaders_time_runs_from_the_start_of_its_renewal() -> None:
+    store, clock = Store(), Clock()
+    leader = replica(store, clock, "a")
+    leader.step()
+
+    def delayed() -> None:
+        clock.now += 10
+
+    store.before_answer = delayed
+    leader.step()
+
+    clock.now += RENEW_DEADLINE_SECONDS - 10
+    assert not leader.is_leading
+
+
+def test_term_that_ended_never_opens_again() -> None:
+    """What a thread began in it is not to be sent in the next one: others may have led between."""
+    store, clock = Store(), Clock()
+    terms: list[Term | None] = []
+    leader = Leadership(store, "a", on_change=terms.append, monotonic=clock, wall_clock=lambda: str(clock.now))
+    leader.step()
+    leader._tell()
+    clock.now += RENEW_DEADLINE_SECONDS + 1
+    leader.step()
+    leader._tell()
+
+    first, second = terms
+    assert first is not None
+    assert second is not None
+    assert (first.is_open, second.is_open) == (False, True)
+
+
 def test_only_one_of_two_takes_a_free_lease() -> None:
     store, clock = Store(), Clock()
     store.create(LeaseRecord(holder=""))
@@ -124,7 +180,9 @@ def test_only_one_of_two_takes_a_free_lease() -> None:
 def test_lease_let_go_is_free_at_once() -> None:
     store, clock = Store(), Clock()
     told: list[bool] = []
-    first = Leadership(store, "a", on_change=told.append, monotonic=clock, wall_clock=lambda: "t")
+    first = Leadership(
+        store, "a", on_change=lambda term: told.append(term is not None), monotonic=clock, wall_clock=lambda: "t"
+    )
     thread = threading.Thread(target=first.run)
     thread.start()
     while not told:

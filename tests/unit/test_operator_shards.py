@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from kvpool_operator import reasons
+from kvpool_operator.fence import Fence
 from kvpool_operator.observed import Pod, ValkeyHealth
 from kvpool_operator.reconcile import Reconciler
 from tests.unit.fake_api_server import FakeApiServer, Refusal
@@ -83,9 +84,9 @@ def test_password_goes_to_no_pod_that_only_has_the_labels_of_a_shard(api: FakeAp
     asked: list[str] = []
 
     class Recording(Healthy):
-        def __call__(self, pods: Sequence[Pod], *, shards: int, password: str) -> ValkeyHealth:
+        def __call__(self, pods: Sequence[Pod], *, shards: int, password: str, fence: Fence) -> ValkeyHealth:
             asked.extend(pod.name for pod in pods)
-            return super().__call__(pods, shards=shards, password=password)
+            return super().__call__(pods, shards=shards, password=password, fence=fence)
 
     operating, stateful_set = with_shards(api, Recording())
     (real,) = made_by(stateful_set)

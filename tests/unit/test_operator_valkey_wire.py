@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvpool_operator.fence import OpenFence
 from kvpool_operator.valkey import heal, wire
 from kvpool_operator.valkey.commands import Pod
 from kvpool_operator.valkey.wire import Access, ValkeyUnreachableError, Wire
@@ -49,7 +50,7 @@ def test_step_of_healing_ends_though_a_node_drips() -> None:
     with dripping(b"$1000000\r\n", replies_first=2) as port:
         pod = Pod(name="v-0", ordinal=0, uid="u", host="127.0.0.1", port=port)
         began = time.monotonic()
-        result = heal.step([pod], shards=1, password="x" * 20, timeout_seconds=0.3)
+        result = heal.step([pod], shards=1, password="x" * 20, fence=OpenFence(), timeout_seconds=0.3)
 
     assert time.monotonic() - began < 2.0
     assert (result.ready, result.waiting[0].reason) == (0, "ShardUnreachable")

@@ -10,6 +10,7 @@ from typing import cast
 
 from valkey.exceptions import ResponseError
 
+from kvpool_operator.fence import Fence
 from kvpool_operator.valkey.commands import Command, Pod
 from kvpool_operator.valkey.members import SeenPod, Waiting
 from kvpool_operator.valkey.view import NodeView, ValkeyReplyError, parse_view
@@ -77,9 +78,9 @@ def fetch_view(pod: Pod, access: Access) -> NodeView:
         raise ValkeyReplyError(f"{pod.name} at {pod.host} does not answer as Valkey does: {error}") from error
 
 
-def execute(command: Command, access: Access) -> None:
-    """Have a pod's node carry out a command; raises the errors of `wire`."""
-    with Wire(command.pod.host, command.pod.port, access, name=command.pod.name) as wire:
+def execute(command: Command, access: Access, fence: Fence) -> None:
+    """Have a pod's node carry out a command; raises the errors of `wire`, and NotLeaderError when the fence is shut."""
+    with Wire(command.pod.host, command.pod.port, access, name=command.pod.name, fence=fence) as wire:
         for reply in wire.exchange(command.wire()):
             if isinstance(reply, ResponseError) and not any(text in str(reply).lower() for text in HARMLESS):
                 raise wire.translated(reply)

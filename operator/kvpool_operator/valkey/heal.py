@@ -1,7 +1,7 @@
 """One step in forming and healing the managed Valkey: look at every node, plan, act, tell.
 
 Blocking; for a thread of the caller's. Invariant: nothing is remembered between steps, so that any operator may do the next
-one, and a step that was cut off anywhere is made good by the next.
+one, and a step that was cut off anywhere is made good by the next; no command leaves an operator that does not lead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvpool_core.errors import KVPoolError
+from kvpool_operator.fence import Fence
+from kvpool_operator.kube_errors import NotLeaderError
 from kvpool_operator.valkey.acl import OPERATOR
 from kvpool_operator.valkey.admin import UNAUTHENTICATED, execute, look
 from kvpool_operator.valkey.commands import Claim, Command, Forget, Migrate, Pod, Reset
@@ -58,10 +60,11 @@ def step(
     *,
     shards: int,
     password: str,
+    fence: Fence,
     timeout_seconds: float = 2.0,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> HealResult:
-    """Do what can be done now; safe to be called at any time. pods: every one that exists.
+    """Do what can be done now; safe to be called at any time. pods: every one that exists. NotLeaderError when the fence shuts.
 
     timeout_seconds: for connecting with the login, and for each exchange. patience_seconds: how long slots wait for a silent node.
     """
@@ -76,7 +79,7 @@ def step(
             time.sleep(SECOND_LOOK_SECONDS)
             seen = list(threads.map(lambda pod: look(pod, access), here))
             planned = plan(seen, shards, patience_seconds=patience_seconds, confirmed=planned.disputed)
-        done, problem = _carry_out(planned.commands, access, threads)
+        done, problem = _carry_out(planned.commands, access, fence, threads)
     for command in done:
         logger.info("valkey healing: pod=%s %s", command.pod.name, command)
     return HealResult(
@@ -96,13 +99,13 @@ def _ready(seen: Sequence[SeenPod], shards: int) -> int:
 
 
 def _carry_out(
-    commands: Sequence[Command], access: Access, threads: ThreadPoolExecutor
+    commands: Sequence[Command], access: Access, fence: Fence, threads: ThreadPoolExecutor
 ) -> tuple[list[Command], Waiting | None]:
     """Kind after kind, the nodes of one kind at once; what was done, and what ended it early."""
     done: list[Command] = []
     for _, same_kind in itertools.groupby(commands, key=type):
         batch = list(same_kind)
-        errors = list(threads.map(lambda command: _try(command, access), batch))
+        errors = list(threads.map(lambda command: _try(command, access, fence), batch))
         done += [command for command, error in zip(batch, errors, strict=True) if error is None]
         failed = [str(error) for error in errors if error is not None]
         if failed:
@@ -110,9 +113,11 @@ def _carry_out(
     return done, None
 
 
-def _try(command: Command, access: Access) -> KVPoolError | None:
+def _try(command: Command, access: Access, fence: Fence) -> KVPoolError | None:
     try:
-        execute(command, access)
+        execute(command, access, fence)
+    except NotLeaderError:
+        raise
     except KVPoolError as error:
         return error
     return None

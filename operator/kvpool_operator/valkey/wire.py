@@ -20,6 +20,7 @@ from valkey.exceptions import AuthenticationError, NoPermissionError, ResponseEr
 
 from kvpool_core.errors import KVPoolError
 from kvpool_operator.bounded_socket import BoundedSocket
+from kvpool_operator.fence import Fence, OpenFence, sending_under, write_timeout
 
 REPLY_MAX_BYTES = 8 << 20
 """Of one exchange. The most that is wanted is CLUSTER SLOTS of a large cluster, and ten thousand keys of a SCAN."""
@@ -55,11 +56,15 @@ class Access:
 
 
 class Wire:
-    """A context with one open connection; `name` is what errors call the node."""
+    """A context with one open connection; `name` is what errors call the node.
 
-    def __init__(self, host: str, port: int, access: Access, *, name: str = "") -> None:
+    fence: of one by which a leader changes something; each exchange is sent behind it (NotLeaderError).
+    """
+
+    def __init__(self, host: str, port: int, access: Access, *, name: str = "", fence: Fence | None = None) -> None:
         self._where = f"{name} at {host}:{port}" if name else f"{host}:{port}"
         self._timeout_seconds = access.timeout_seconds
+        self._fence = fence or OpenFence()
         self._connection = _BoundedConnection(
             host=host,
             port=port,
@@ -74,9 +79,10 @@ class Wire:
 
     def exchange(self, commands: Sequence[Arguments]) -> list[Reply]:
         """Send all, read all; raises the errors above but for error replies, which are returned."""
-        self._connection.grant(self._timeout_seconds)
+        self._connection.grant(write_timeout(self._fence, self._timeout_seconds))
         try:
-            self._connection.send_packed_command(self._connection.pack_commands(commands))
+            with sending_under(self._fence):
+                self._connection.send_packed_command(self._connection.pack_commands(commands))
             return [self._read() for _ in commands]
         except NO_ANSWER as error:
             raise self.translated(error) from error
