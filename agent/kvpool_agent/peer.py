@@ -32,4 +32,8 @@ class Peer:
 
     def is_alive(self) -> bool:
         """Whether the process is known to be there."""
-        return self.pidfd is not None and not select.select([self.pidfd], [], [], 0)[0]
+        if self.pidfd is None:
+            return False
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)

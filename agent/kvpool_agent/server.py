@@ -1,7 +1,7 @@
 """The agent's Unix socket: accepts connections and leads each from guest to session.
 
 Invariant: the socket exists only while its lock is held; a failing accept never ends the loop; nobody is welcomed before
-there is an agent with a complete arena, and then everybody who waits is.
+there is an agent with a complete arena, and then everybody who waits and may still use the pool is.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from kvpool_agent.connection import Connection
 from kvpool_agent.guest import Guest
 from kvpool_agent.metrics import AgentMetrics
 from kvpool_agent.peer_error import NOT_ADMITTED, STANDING_BY
-from kvpool_agent.pod_identity import Refusal, not_allowed
+from kvpool_agent.pod_identity import PodIdentity, Refusal, not_allowed
 from kvpool_agent.session import Session
 from kvpool_agent.unix_listener import UnixListener
 from kvpool_core.wire import ARENA_PENDING, Refused
 
 CONNECTIONS_MAX = 512
 """Processes on one node: eight GPUs with a dozen engines each are far fewer."""
+ACCEPT_RETRY_SECONDS = 0.5
+"""After an accept that failed."""
 STANDBY_PERIOD_SECONDS = 2.0
 """Guests hear this often that they are waited with: below the 5 s after which they would give the connection up."""
 
@@ -50,7 +52,9 @@ class Server:
         self._agent: Agent | None = None
         self._kept_arena: bytes | None = None
         self._reason = "the agent is starting"
-        loop.add_reader(listener.socket, self._accept)
+        self._turned_away = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
 
     # --- before there is an arena -----------------------------------------------------------------------------------
 
@@ -123,18 +127,27 @@ class Server:
     # --- both -------------------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """The allowed namespaces changed: send those away that may not use the pool any more."""
+        """The allowed namespaces changed: send those away that may not use the pool any more, guests too."""
         for session in list(self._sessions):
-            pod = session.peer.pod
-            if self.authenticator is not None and pod is not None and not self.authenticator.is_allowed(pod):
-                refusal = not_allowed(pod)
-                log.warning("sent an engine away", extra={"data": {"code": refusal.code, "pod": pod.name}})
+            if (refusal := self._why_not(session.peer.pod)) is not None:
+                log.warning("sent an engine away", extra={"data": {"code": refusal.code, "who": str(session.peer)}})
                 session.connection.send(Refused(0, refusal.code, refusal.message))
                 session.connection.close()
+        for guest in list(self._guests):
+            if (refusal := self._why_not(guest.pod)) is not None:
+                guest.refuse(NOT_ADMITTED, refusal)
+
+    def _why_not(self, pod: PodIdentity | None) -> Refusal | None:
+        """Why an identified pod may not use the pool by now."""
+        if self.authenticator is None or pod is None or self.authenticator.is_allowed(pod):
+            return None
+        return not_allowed(pod)
 
     def close(self) -> None:
         """Accept no more and close what is open; may be called again."""
         self._loop.remove_reader(self._listener.socket)
+        if self._retry is not None:
+            self._retry.cancel()
         for guest in list(self._guests):
             guest.close()
         for session in list(self._sessions):
@@ -143,13 +156,29 @@ class Server:
     def _accept(self) -> None:
         try:
             sock, _address = self._listener.socket.accept()
-        except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                log.warning("could not accept a connection", extra={"data": {"reason": str(error)}})
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors, mostly: those waiting would wake the loop without end
+            self._note_accepting(f"could not accept a connection: {error.strerror or error}")
+            self._loop.remove_reader(self._listener.socket)
+            self._retry = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._listen)
             return
         if len(self._sessions) + len(self._guests) >= CONNECTIONS_MAX:
             self.metrics.protocol_errors.labels("too_many_connections").inc()
+            self._note_accepting(f"there are {CONNECTIONS_MAX} connections already")
             sock.close()
             return
+        self._note_accepting("")
         guest = Guest(Connection(sock, self._loop), next(self._numbers), self, self._loop)
         self._guests.add(guest)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener.socket, self._accept)
+
+    def _note_accepting(self, problem: str) -> None:
+        """One line when connections begin to be turned away, and one when they do not any more."""
+        if problem and not self._turned_away:
+            log.warning("turning connections away", extra={"data": {"reason": problem}})
+        elif self._turned_away and not problem:
+            log.info("taking connections again", extra={"data": {"turned_away": self._turned_away}})
+        self._turned_away = self._turned_away + 1 if problem else 0

@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -171,6 +172,34 @@ def test_namespaces_are_read_again_and_those_not_allowed_any_more_are_sent_away(
     for peer in (stays, goes, new):
         peer.close()
     (node.folder / "allowed").write_text("chat\nother\nmore\n")
+
+
+def test_engine_whose_namespace_is_taken_away_while_the_arena_is_pending_is_not_welcomed(
+    tmp_path: Path, server: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.write_text("chat\nother\n")
+    monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
+    node = Node(tmp_path, extra=f"authentication: kubernetes\nallowed_namespaces_file: {allowed}\n")
+    try:
+        node.start_agent(wait=False)  # without a holder there is no arena
+        wait_for(node.socket_path.exists, "the socket")
+        tokens = {"stays": make_token("chat", "a"), "goes": make_token("other", "b")}
+        peers = {name: Peer(node.socket_path) for name in tokens}
+        for name, peer in peers.items():
+            peer.send(msgspec.structs.replace(hello(name, "scheduler", versions=(1, 2)), token=tokens[name]))
+        admitted = b'kvpool_agent_authentications_total{outcome="admitted"} 2.0'
+        wait_for(lambda: admitted in node.get("/metrics")[1], "the reviews")
+        (tmp_path / "allowed.new").write_text("chat\n")
+        (tmp_path / "allowed.new").replace(allowed)
+        assert peers["goes"].receive(wire.Refused).code == "NamespaceNotAllowed"
+        assert peers["goes"].is_closed()
+        node.start_holder()
+        assert peers["stays"].receive(wire.Welcome).capacity_bytes == 64 << 20
+        for peer in peers.values():
+            peer.close()
+    finally:
+        node.stop()
 
 
 def test_engine_id_of_a_living_engine_is_refused_to_another_pod(node: Node) -> None:

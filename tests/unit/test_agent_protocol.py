@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,18 @@ from kvpool_agent.server import CONNECTIONS_MAX
 from kvpool_core import wire
 from kvpool_core.block_hash import short_hash
 from kvpool_core.slot_table import CHECKSUM_VALID, QUARANTINED, READY, WRITING
-from tests.unit.agent_peer import Engine, EventStream, Node, Peer, chain, hello, payload_of, running_node, wait_for
+from tests.unit.agent_peer import (
+    Engine,
+    EventStream,
+    Node,
+    Peer,
+    Process,
+    chain,
+    hello,
+    payload_of,
+    running_node,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +364,48 @@ def test_connections_that_end_with_their_welcome_take_no_place(engine: Engine, n
     welcome.send(hello("patient", "scheduler"))
     assert welcome.receive(wire.Welcome).capacity_bytes == 64 << 20
     welcome.close()
+
+
+def descriptors(process: Process) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+
+
+def test_connections_beyond_the_limit_are_turned_away_with_one_line_until_there_is_room(node: Node) -> None:
+    agent = node.agent
+    assert agent is not None
+    crowd: list[Peer] = []
+    while len(crowd) < CONNECTIONS_MAX:  # in portions that the listener's backlog holds
+        crowd.extend(Peer(node.socket_path) for _ in range(64))
+        wait_for(lambda: len(descriptors(agent)) > 2 * len(crowd), "them to be accepted, each with its process")
+    late = [Peer(node.socket_path) for _ in range(3)]
+    for peer in late:
+        assert peer.is_closed()
+    assert [line["reason"] for line in agent.lines("turning connections away")] == ["there are 512 connections already"]
+    assert node.counter("kvpool_agent_protocol_errors_total{reason=too_many_connections}") == len(late)
+    for peer in (*crowd, *late):
+        peer.close()
+    wait_for(lambda: len(descriptors(agent)) < CONNECTIONS_MAX, "the crowd to be gone")
+    crowd[0] = Peer(node.socket_path)
+    crowd[0].send(hello("after the crowd", "scheduler"))
+    crowd[0].receive(wire.Welcome)
+    crowd[0].close()
+    assert [line["turned_away"] for line in agent.lines("taking connections again")] == [len(late)]
+
+
+def test_agent_without_descriptors_says_so_once_and_goes_on(node: Node) -> None:
+    agent = node.agent
+    assert agent is not None
+    said = len(agent.lines("turning connections away"))
+    before = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
+    lowest_free = min(set(range(before[1])) - descriptors(agent))
+    resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    waiting = Peer(node.socket_path)
+    waiting.send(hello("patient", "scheduler"))
+    told = wait_for(lambda: agent.lines("turning connections away")[said:], "the line")
+    assert [line["reason"] for line in told] == ["could not accept a connection: Too many open files"]
+    resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, before)
+    waiting.receive(wire.Welcome)
+    waiting.close()
 
 
 def test_another_world_size_for_the_same_engine_is_refused(engine: Engine, node: Node) -> None:
