@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvpool_operator import names, projections
@@ -61,10 +61,6 @@ class Directory:
     def find_namespace(self, name: str) -> NamespaceFacts | None:
         """A namespace; None when it is not known."""
         return self._picture.namespaces.get(name)
-
-    def pools(self) -> Iterable[PoolView]:
-        """Every pool."""
-        return self._picture.pools.values()
 
     def poke(self) -> None:
         """Something changed."""

@@ -27,6 +27,8 @@ from kvpool_operator.resources import RESOURCES
 
 READ_TIMEOUT_SECONDS = 15.0
 WRITE_TIMEOUT_SECONDS = 8.0
+DRY_RUN_TIMEOUT_SECONDS = 1.25
+"""Of a creation that is tried only: two of them fit into the webhook's deadline of 3 s."""
 PAGE_SIZE = 500
 CONNECTIONS = 32
 """Kept open: workers, the leadership's and the webhook's threads together."""
@@ -145,7 +147,8 @@ class Kube:
         """Create; ConflictError when the name is taken. `dry_run`: only ask whether it would be admitted."""
         path = RESOURCES[manifest["kind"]].path(manifest["metadata"].get("namespace"))
         query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
-        return self._send("POST", path, body=manifest, query=query)
+        seconds = DRY_RUN_TIMEOUT_SECONDS if dry_run else WRITE_TIMEOUT_SECONDS
+        return self._send("POST", path, body=manifest, query=query, timeout_seconds=seconds)
 
     def replace(self, manifest: Manifest) -> Raw:
         """Replace what has the manifest's resourceVersion; ConflictError when it changed meanwhile."""
@@ -197,8 +200,9 @@ class Kube:
         content_type: str = "application/json",
         query: Mapping[str, str] | None = None,
         accept: str = "application/json",
+        timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
     ) -> Raw:
-        timeout = write_timeout(self._fence, WRITE_TIMEOUT_SECONDS)
+        timeout = write_timeout(self._fence, timeout_seconds)
         with sending_under(self._fence):
             return self._request(
                 method,

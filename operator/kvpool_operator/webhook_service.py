@@ -1,4 +1,4 @@
-"""Runs the pod webhook in this process: server, certificate, verdicts.
+"""Runs the pod webhook in this process: server, certificate, dry runs.
 
 Invariant: both replicas serve; only the leader publishes the certificate authority. Trouble here never ends the operator.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import re
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from kvpool_operator import names
 from kvpool_operator.directory import Directory
 from kvpool_operator.kube import Kube
-from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, KubeError
+from kvpool_operator.kube_errors import ConflictError, KubeError, UnavailableError
 from kvpool_operator.names import Manifest
 from kvpool_operator.settings import Settings
 from kvpool_operator.webhook.certificate_keeper import CertificateKeeper, StoredSecret
@@ -92,12 +93,17 @@ class KubeConfigurationStore:
         self._kube.json_patch("MutatingWebhookConfiguration", CONFIGURATION_NAME, operations)
 
 
-def dry_run(kube: Kube, namespace: str, pod: Manifest) -> str:
-    """Why the API server refuses a pod; "" when it admits it."""
-    meta = {**(pod.get("metadata") or {}), "namespace": namespace}
+_DENIED = re.compile(r"\bdenied (the )?request\b")
+"""The API server's words where a webhook or a policy refuses, which choose the status code themselves."""
+
+
+def dry_run(kube: Kube, pod: Manifest) -> str:
+    """Why the API server refuses a pod; "" when it admits it. UnavailableError when it does not say."""
     try:
-        kube.create({**pod, "apiVersion": "v1", "kind": "Pod", "metadata": meta}, dry_run=True)
-    except (ForbiddenError, InvalidError) as error:
+        kube.create(pod, dry_run=True)
+    except KubeError as error:
+        if isinstance(error, UnavailableError) and not _DENIED.search(str(error)):
+            raise
         return str(error)
     return ""
 
@@ -109,11 +115,10 @@ class WebhookService:
         """kube: with an open fence, for what both replicas write."""
         self._directory = directory
         self._is_leading = is_leading
-        self._verdicts = VerdictCache(lambda namespace, pod: dry_run(kube, namespace, pod))
         self._server = WebhookServer(
             find_pool=directory.find_pool,
             find_namespace=directory.find_namespace,
-            verdicts=self._verdicts,
+            verdicts=VerdictCache(lambda pod: dry_run(kube, pod)),
             port=settings.webhook_port,
         )
         self._keeper = CertificateKeeper(
@@ -134,10 +139,9 @@ class WebhookService:
         asyncio.run(self._server.serve())
 
     def keep(self) -> None:
-        """Keep certificate and verdicts fresh until `stop`."""
+        """Keep the certificate fresh until `stop`."""
         while not self._stop.is_set():
             self._keep_certificate()
-            self._refresh_verdicts()
             self._stop.wait(PERIOD_SECONDS if self._has_certificate else FIRST_PERIOD_SECONDS)
 
     def publish(self) -> None:
@@ -161,7 +165,3 @@ class WebhookService:
             return
         if self._is_leading():
             self.publish()
-
-    def _refresh_verdicts(self) -> None:
-        for pool in self._directory.pools():
-            self._verdicts.refresh(sorted(pool.allowed_namespaces or ()), pool)

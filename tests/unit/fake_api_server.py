@@ -54,6 +54,8 @@ class FakeApiServer:
     writes: list[Write] = field(default_factory=list)
     on_write: Callable[[str, str, str], None] = lambda _method, _kind, _name: None
     """Called before each write; may raise Refusal."""
+    on_dry_create: Callable[[Object], None] = lambda _manifest: None
+    """Called for each creation that is only tried; may raise Refusal."""
     unreadable: frozenset[str] = frozenset({"Secret"})
     """Kinds that may not be read outside `readable_namespace`."""
     readable_namespace: str = "kvpool-system"
@@ -107,7 +109,7 @@ class FakeApiServer:
             if method == "GET":
                 self._may_read(kind, namespace)
                 return self._get((kind, namespace, name)) if name else self._list(kind, namespace, query)
-            name = name or body["metadata"]["name"]
+            name = name or body["metadata"].get("name") or body["metadata"]["generateName"]
             is_dry = query.get("dryRun") == "All"
             if not is_dry:
                 self.on_write(method, kind, name)
@@ -126,8 +128,12 @@ class FakeApiServer:
         self, method: str, key: Key, body: Any, headers: dict[str, str], subresource: str, *, is_dry: bool
     ) -> Object:
         if method == "POST":
+            if is_dry:
+                self.on_dry_create(body)
             if key in self.objects:
                 raise Refusal(409, "AlreadyExists")
+            if is_dry:
+                return dict(body)
             return self._create(key, body)
         if method == "DELETE":
             return self._delete(key, body)

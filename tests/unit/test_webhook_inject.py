@@ -73,7 +73,7 @@ def test_a_second_call_puts_back_what_another_webhook_took_away() -> None:
     assert isinstance(decide(again, AROUND), AlreadyInjected)
 
 
-@pytest.mark.parametrize("missing", [{"pool": None}, {"facts": None}, {"verdict": "refused"}])
+@pytest.mark.parametrize("missing", [{"pool": None}, {"facts": None}])
 def test_nothing_is_taken_back_from_a_pod_that_is_injected(missing: dict[str, Any]) -> None:
     assert isinstance(decide(injected(engine_pod()), around(**missing)), AlreadyInjected)
 

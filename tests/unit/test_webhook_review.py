@@ -17,7 +17,7 @@ from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 from tests.unit.webhook_pods import POOL, apply_patch, engine_pod, injected, outcome, recorded
 
 
-def admit(namespace: str, pod: Manifest) -> str:
+def admit(pod: Manifest) -> str:
     """An API server without policies."""
     return ""
 
@@ -98,13 +98,48 @@ def test_the_pools_namespace_is_the_pods_where_it_is_not_named() -> None:
     assert reviewer().review(request_body(pod, namespace="unknown")).reason == "NamespaceUnknown"
 
 
-def test_a_policy_that_refuses_injected_pods_is_found_by_a_dry_run() -> None:
-    def refuse_host_paths(namespace: str, pod: Manifest) -> str:
-        return "no hostPath here" if "volumes" in pod["spec"] else ""
+def refuse_host_paths(pod: Manifest) -> str:
+    """A policy."""
+    return "no hostPath here" if any("hostPath" in volume for volume in pod["spec"].get("volumes") or []) else ""
 
-    review = reviewer(refuse_host_paths).review(request_body(engine_pod()))
+
+def test_a_pod_that_a_policy_refuses_as_injected_is_let_in_as_it_came() -> None:
+    pod = recorded("inferenceservice-vllm-first-call.pod.json")
+    review = reviewer(refuse_host_paths).review(request_body(pod))
     assert review.reason == "PolicyRefuses"
-    assert "no hostPath here" in response_of(review)["warnings"][0]
+    response = response_of(review)
+    assert "no hostPath here" in response["warnings"][0]
+    found = patched(pod, response)
+    assert found["spec"] == pod["spec"]
+    assert "no hostPath here" in found["metadata"]["annotations"]["kvpool.io/skip-reason"]
+
+
+def test_the_users_own_pod_is_tried_so_that_no_other_policy_hides_the_one_that_counts() -> None:
+    """A sample of ours would be refused for what it lacks, with or without the hostPath."""
+
+    def refuse_more(pod: Manifest) -> str:
+        return refuse_host_paths(pod) if pod["metadata"]["labels"].get("team") else "every pod needs a label team"
+
+    pod = engine_pod()
+    pod["metadata"]["labels"]["team"] = "a"
+    assert reviewer(refuse_more).review(request_body(pod)).reason == "PolicyRefuses"
+    del pod["metadata"]["labels"]["team"]
+    assert reviewer(refuse_more).review(request_body(pod)).outcome == "injected"
+
+
+def test_only_pods_that_would_be_injected_are_tried() -> None:
+    tried: list[Manifest] = []
+
+    def note(pod: Manifest) -> str:
+        tried.append(pod)
+        return ""
+
+    asked = reviewer(note)
+    asked.review(request_body(engine_pod("--headless")))
+    asked.review(request_body(injected(engine_pod())))
+    assert tried == []
+    asked.review(request_body(engine_pod()))
+    assert [pod["metadata"]["annotations"]["kvpool.io/injected"] for pod in tried] == ["default/chat"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Running:
         self.server = WebhookServer(
             find_pool=find_pool,
             find_namespace=NamespaceFacts,
-            verdicts=VerdictCache(lambda _namespace, _pod: ""),
+            verdicts=VerdictCache(lambda _pod: ""),
             host="127.0.0.1",
             port=0,
             metrics=WebhookMetrics(self.registry),

@@ -80,9 +80,8 @@ def test_levels_that_only_warn_or_audit_do_not_count() -> None:
     assert skip_reason(engine_pod(), around(facts=NamespaceFacts("default", labels))) == ""
 
 
-def test_an_unknown_namespace_and_one_with_a_refusing_policy() -> None:
+def test_an_unknown_namespace() -> None:
     assert skip_reason(engine_pod(), around(facts=None)) == reasons.NAMESPACE_UNKNOWN
-    assert skip_reason(engine_pod(), around(verdict="hostPath is forbidden")) == reasons.POLICY_REFUSES
 
 
 # --- kinds of pods ----------------------------------------------------------------------------------------------------

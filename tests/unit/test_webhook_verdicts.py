@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
+from kvpool_operator.kube_errors import UnavailableError
 from kvpool_operator.webhook.contract import Manifest
-from kvpool_operator.webhook.sample import sample_pods
+from kvpool_operator.webhook.dry_runs import build_trial
 from kvpool_operator.webhook.verdicts import VERDICT_SECONDS, VerdictCache
-from tests.unit.webhook_pods import POOL
+from kvpool_operator.webhook_service import dry_run
+from tests.unit.fake_api_server import FakeApiServer, Refusal, fake_api_server
+from tests.unit.webhook_pods import engine_pod, injected, pool_with, recorded
+
+PLAIN = engine_pod()
+INJECTED = injected(PLAIN)
 
 
 @dataclass
@@ -23,9 +30,9 @@ class Policies:
     calls: list[str] = field(default_factory=list)
     now: float = 1000.0
 
-    def dry_run(self, namespace: str, pod: Manifest) -> str:
+    def dry_run(self, pod: Manifest) -> str:
         """The message of a refusal."""
-        self.calls.append(namespace)
+        self.calls.append(pod["metadata"]["namespace"])
         if self.error is not None:
             raise self.error
         return self.injected if "volumes" in pod["spec"] else self.plain
@@ -35,71 +42,139 @@ class Policies:
         return VerdictCache(self.dry_run, clock=lambda: self.now)
 
 
-def test_the_samples_differ_by_what_is_injected_and_do_not_opt_in() -> None:
-    plain, injected = sample_pods(POOL)
-    assert "volumes" not in plain["spec"]
-    assert [volume["name"] for volume in injected["spec"]["volumes"]] == [
-        "kvpool-connector",
-        "kvpool-socket",
-        "kvpool-token",
-    ]
-    assert "kvpool.io/inject" not in {**injected["metadata"]["labels"], **plain["metadata"].get("labels", {})}
-
-
 def test_a_refusal_is_passed_on() -> None:
-    assert Policies(injected="no hostPath").cache().refusal("a", POOL) == "no hostPath"
-    assert Policies().cache().refusal("a", POOL) == ""
+    assert Policies(injected="no hostPath").cache().refusal("a", PLAIN, INJECTED) == "no hostPath"
+    assert Policies().cache().refusal("a", PLAIN, INJECTED) == ""
 
 
-def test_a_namespace_that_refuses_every_pod_does_not_refuse_ours() -> None:
-    assert Policies(plain="exceeded quota", injected="exceeded quota").cache().refusal("a", POOL) == ""
+def test_a_namespace_that_refuses_every_pod_does_not_refuse_ours_and_is_asked_again() -> None:
+    policies = Policies(plain="exceeded quota", injected="exceeded quota")
+    cache = policies.cache()
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
+    policies.plain, policies.injected = "", "no hostPath"
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
+
+
+def test_what_is_refused_besides_counts_too() -> None:
+    policies = Policies(plain="no label team", injected="no label team; no hostPath")
+    assert policies.cache().refusal("a", PLAIN, INJECTED) == "no label team; no hostPath"
 
 
 def test_what_cannot_be_found_out_is_not_refused_and_asked_again() -> None:
     policies = Policies(error=TimeoutError("slow"))
     cache = policies.cache()
-    assert cache.refusal("a", POOL) == ""
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
     policies.error, policies.injected = None, "no hostPath"
-    assert cache.refusal("a", POOL) == "no hostPath"
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
 
 
 def test_a_verdict_holds_for_a_while() -> None:
     policies = Policies(injected="no hostPath")
     cache = policies.cache()
-    assert cache.refusal("a", POOL) == "no hostPath"
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
     policies.injected = ""
     policies.now += VERDICT_SECONDS - 1
-    assert cache.refusal("a", POOL) == "no hostPath"
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
     policies.now += 2
-    assert cache.refusal("a", POOL) == ""
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
+
+
+def test_a_verdict_is_not_taken_for_a_pod_that_differs() -> None:
+    other = copy.deepcopy(PLAIN)
+    other["metadata"]["labels"]["team"] = "a"
+    pairs = [
+        (other, injected(other)),
+        (PLAIN, injected(PLAIN, pool_with(image="elsewhere.example.com/kvpool:1.0"))),
+        (PLAIN, injected(PLAIN, pool_with(socket_folder="/var/run/kvpool/default/other"))),
+    ]
+    policies = Policies()
+    cache = policies.cache()
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
+    policies.injected = "not this one"
+    for plain, changed in pairs:
+        assert cache.refusal("a", plain, changed) == "not this one"
+    assert cache.refusal("b", PLAIN, INJECTED) == "not this one"
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
+
+
+def test_pods_of_one_deployment_share_a_verdict() -> None:
+    """They differ by the random name of the service account's token volume."""
+    policies, pods = Policies(), []
+    for suffix in ("x7k2p", "0abcd"):
+        pod = engine_pod(volumeMounts=[{"name": f"kube-api-access-{suffix}", "mountPath": "/x"}])
+        pod["spec"]["volumes"] = [{"name": f"kube-api-access-{suffix}", "projected": {}}]
+        pods.append(pod)
+    cache = policies.cache()
+    for pod in pods:
+        cache.refusal("a", pod, injected(pod))
+    assert policies.calls == ["a"]
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_is_the_pod_without_what_only_servers_may_set() -> None:
+    pod = recorded("inferenceservice-vllm-first-call.pod.json")
+    pod["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": None, "managedFields": [{}]}
+    before = copy.deepcopy(pod)
+    trial = build_trial(pod, "here")
+    assert pod == before
+    assert trial["spec"] == pod["spec"]
+    assert trial["metadata"]["namespace"] == "here"
+    assert trial["metadata"]["generateName"] == pod["metadata"]["generateName"]
+    assert trial["metadata"]["annotations"] == pod["metadata"]["annotations"]
+    assert not trial["metadata"].keys() & {"uid", "resourceVersion", "creationTimestamp", "managedFields"}
+    assert [owner.get("blockOwnerDeletion") for owner in trial["metadata"]["ownerReferences"]] == [None]
+
+
+def test_a_trial_does_not_call_the_webhook_again() -> None:
+    for pod in (PLAIN, INJECTED):
+        assert "kvpool.io/inject" not in build_trial(pod, "a")["metadata"]["labels"]
+    assert "kvpool.io/inject" in PLAIN["metadata"]["labels"]
+
+
+# --- what the API server answers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApiServer]:
+    """An API server."""
+    with fake_api_server() as server:
+        yield server
+
+
+TRIAL = build_trial(PLAIN, "a")
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("code", "message"),
     [
-        {"image": "elsewhere.example.com/kvpool:1.0"},
-        {"image_pull_policy": "Never"},
-        {"image_pull_secrets": ("registry",)},
-        {"socket_folder": "/var/run/kvpool/default/other"},
-        {"name": "other"},
-        {"namespace": "other"},
+        (403, 'pods "llama-" is forbidden: violates PodSecurity'),
+        (422, "spec.volumes[0]: Invalid value"),
+        (400, "admission webhook x denied the request: no"),
+        (413, "ValidatingAdmissionPolicy 'x' with binding 'y' denied request: too large"),
+        (429, "admission webhook x denied the request: not now"),
+        (500, "admission webhook x denied the request: no"),
     ],
 )
-def test_a_verdict_is_not_taken_for_a_pool_that_puts_something_else_into_the_pod(changes: dict[str, Any]) -> None:
-    other = replace(POOL, **changes)
-    refused = sample_pods(other)[1]
-    cache = VerdictCache(lambda _, pod: "not this one" if pod == refused else "")
-    for _ in range(2):
-        assert cache.refusal("a", POOL) == ""
-        assert cache.refusal("a", other) == "not this one"
+def test_a_refusal_is_known_whatever_code_it_has(api: FakeApiServer, code: int, message: str) -> None:
+    def refuse(_pod: Manifest) -> None:
+        raise Refusal(code, message)
+
+    api.on_dry_create = refuse
+    assert message in dry_run(api.kube(), TRIAL)
 
 
-def test_a_refresh_asks_before_a_verdict_ends() -> None:
-    policies = Policies()
-    cache = policies.cache()
-    cache.refresh(["a", "b"], POOL)
-    cache.refresh(["a", "b"], POOL)
-    assert policies.calls == ["a", "b"]
-    policies.now += VERDICT_SECONDS * 0.6
-    cache.refresh(["a"], POOL)
-    assert policies.calls == ["a", "b", "a"]
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_an_api_server_that_cannot_say_has_not_refused(api: FakeApiServer, code: int) -> None:
+    def fail(_pod: Manifest) -> None:
+        raise Refusal(code, "failed calling webhook: context deadline exceeded")
+
+    api.on_dry_create = fail
+    with pytest.raises(UnavailableError):
+        dry_run(api.kube(), TRIAL)
+
+
+def test_nothing_is_made_by_a_dry_run(api: FakeApiServer) -> None:
+    assert dry_run(api.kube(), TRIAL) == ""
+    assert api.names("Pod") == []

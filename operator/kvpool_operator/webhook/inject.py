@@ -62,8 +62,6 @@ class Surroundings:
     """(namespace, name) of the pool that the pod asks for."""
     pool: PoolView | None
     facts: NamespaceFacts | None
-    verdict: str = ""
-    """Why the API server refuses injected pods in the namespace; "" when it is not known to."""
 
 
 def decide(pod: Manifest, around: Surroundings) -> Injection | Skip | AlreadyInjected:
@@ -73,7 +71,7 @@ def decide(pod: Manifest, around: Surroundings) -> Injection | Skip | AlreadyInj
     skip = (
         check_kind(pod)
         or check_pool(around.pool, around.reference, around.namespace)
-        or check_namespace(around.facts, around.namespace, around.verdict)
+        or check_namespace(around.facts, around.namespace)
     )
     if skip or around.pool is None or around.facts is None:
         return skip or AlreadyInjected()

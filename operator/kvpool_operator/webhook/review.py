@@ -14,8 +14,7 @@ from kvpool_operator.webhook.contract import INJECT_LABEL, Manifest
 from kvpool_operator.webhook.inject import AlreadyInjected, Injection, Surroundings, decide, is_injected, stamp_skip
 from kvpool_operator.webhook.json_patch import json_patch
 from kvpool_operator.webhook.pool_reference import pool_reference
-from kvpool_operator.webhook.skip_reasons import Skip
-from kvpool_operator.webhook.step_aside import check_namespace
+from kvpool_operator.webhook.skip_reasons import POLICY_REFUSES, Skip
 from kvpool_operator.webhook.verdicts import VerdictCache
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
@@ -81,11 +80,16 @@ class PodReviewer:
         if isinstance(reference, Skip):
             return reference
         pool, facts = self._find_pool(*reference), self._find_namespace(namespace)
-        verdict = ""
-        if pool is not None and not is_injected(pod) and check_namespace(facts, namespace, "") is None:
-            verdict = self._verdicts.refusal(namespace, pool)
-        around = Surroundings(namespace=namespace, reference=reference, pool=pool, facts=facts, verdict=verdict)
-        return decide(pod, around)
+        around = Surroundings(namespace=namespace, reference=reference, pool=pool, facts=facts)
+        decision = decide(pod, around)
+        if not isinstance(decision, Injection) or is_injected(pod):
+            return decision
+        refusal = self._verdicts.refusal(namespace, pod, decision.pod)
+        return (
+            Skip(POLICY_REFUSES, f"namespace {namespace} refuses the pod as injected: {refusal}")
+            if refusal
+            else decision
+        )
 
 
 def request_uid(body: bytes) -> str:

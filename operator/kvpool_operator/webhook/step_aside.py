@@ -31,7 +31,6 @@ from kvpool_operator.webhook.skip_reasons import (
     NO_READY_AGENT,
     NOT_A_PREDICTOR,
     POD_SECURITY,
-    POLICY_REFUSES,
     POOL_BEING_DELETED,
     POOL_NOT_FOUND,
     PULL_SECRET_MISSING,
@@ -47,8 +46,8 @@ _SANDBOXES = re.compile(r"gvisor|runsc|kata|firecracker|sandbox|confidential|coc
 _RUN = re.compile(r"^/var/run(?=/|$)")
 
 
-def check_namespace(facts: NamespaceFacts | None, name: str, verdict: str) -> Skip | None:
-    """verdict: why the API server refuses injected pods there by a dry run; "" when it does not, or is not known to."""
+def check_namespace(facts: NamespaceFacts | None, name: str) -> Skip | None:
+    """The namespace is known, and lets pods have hostPath volumes as far as its labels say."""
     if facts is None:
         return Skip(NAMESPACE_UNKNOWN, f"the operator does not know namespace {name} yet: create the pod again")
     level = enforced_level(facts.labels)
@@ -58,8 +57,6 @@ def check_namespace(facts: NamespaceFacts | None, name: str, verdict: str) -> Sk
             f"namespace {name} enforces Pod Security level {level}, which refuses the hostPath volume of the agent's socket: "
             "run the engine in a namespace without that level",
         )
-    if verdict:
-        return Skip(POLICY_REFUSES, f"a policy of namespace {name} refuses injected pods: {verdict}")
     return None
 
 

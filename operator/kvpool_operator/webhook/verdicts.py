@@ -1,44 +1,35 @@
-"""Whether a namespace lets injected pods in, found out by dry runs of two sample pods.
+"""Whether the API server lets a pod in as injected, found out by dry runs of the user's own pod: as injected and as it came.
 
-That finds what labels do not show: cluster-wide defaults and other policies. Invariants: only a pod that is refused while
-its plain twin is admitted counts; what is not known counts as admitted; a verdict holds for just what was tried, so pools
-with another image or folder have their own.
+That finds what labels do not show: Pod Security set for the whole cluster, admission policies, quotas, other webhooks. Invariants:
+a refusal counts only where the pod as it came is let in, or refused in other words; what cannot be found out counts as
+admitted; a verdict holds for pods that differ in nothing but what is random.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool_operator.webhook.contract import Manifest
-from kvpool_operator.webhook.sample import sample_pods
-from kvpool_operator.webhook.views import PoolView
+from kvpool_operator.webhook.dry_runs import build_trial
 
 logger = logging.getLogger(__name__)
 
-VERDICT_SECONDS = 300.0
-"""How long a verdict holds; policies change seldom, and a wrong one only costs the cache."""
+VERDICT_SECONDS = 30.0
+"""How long a verdict holds: for the pods of one Deployment; a new policy is to be seen soon, or pods could not be made."""
+MOST_VERDICTS = 10_000
 
-DryRun = Callable[[str, Manifest], str]
-"""(namespace, pod) -> "" when the API server admits the pod in a dry run, else its message. Raises when it cannot say."""
+DryRun = Callable[[Manifest], str]
+"""Pod -> "" when the API server admits the pod in a dry run, else its message. Raises when it cannot say."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """A namespace and the two sample pods, as JSON."""
-
-    namespace: str
-    plain: str
-    injected: str
-
-
-def _question(namespace: str, pool: PoolView) -> _Question:
-    plain, injected = sample_pods(pool)
-    return _Question(namespace, json.dumps(plain), json.dumps(injected))
+_RANDOM_VOLUME = re.compile(r"kube-api-access-[a-z0-9]{5}")
+"""Of the volume that the API server adds to every pod for its service account's token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +39,47 @@ class _Verdict:
 
 
 class VerdictCache:
-    """Verdicts by namespace and what is put into the pod; thread-safe."""
+    """Verdicts by what was tried; thread-safe."""
 
     def __init__(self, dry_run: DryRun, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._dry_run = dry_run
         self._clock = clock
         self._lock = threading.Lock()
-        self._verdicts: dict[_Question, _Verdict] = {}
+        self._verdicts: dict[bytes, _Verdict] = {}
 
-    def refresh(self, namespaces: Iterable[str], pool: PoolView) -> None:
-        """Ask for every namespace whose verdict is older than half its life."""
-        for namespace in namespaces:
-            question = _question(namespace, pool)
-            known = self._known(question)
-            if known is None or known.expires - self._clock() < VERDICT_SECONDS / 2:
-                self._ask(question)
+    def refusal(self, namespace: str, pod: Manifest, injected: Manifest) -> str:
+        """Why the API server refuses `injected` while it lets `pod` in; "" when it does not, or that cannot be found out."""
+        plain, changed = build_trial(pod, namespace), build_trial(injected, namespace)
+        key = _key(plain, changed)
+        known = self._known(key)
+        return known.refusal if known is not None else self._ask(key, plain, changed)
 
-    def refusal(self, namespace: str, pool: PoolView) -> str:
-        """Why injected pods are refused; "" when they are not, or when that cannot be found out."""
-        question = _question(namespace, pool)
-        known = self._known(question) or self._ask(question)
-        return known.refusal if known is not None else ""
-
-    def _known(self, question: _Question) -> _Verdict | None:
+    def _known(self, key: bytes) -> _Verdict | None:
         with self._lock:
-            known = self._verdicts.get(question)
+            known = self._verdicts.get(key)
         return known if known is not None and known.expires > self._clock() else None
 
-    def _ask(self, question: _Question) -> _Verdict | None:
-        namespace = question.namespace
+    def _ask(self, key: bytes, plain: Manifest, changed: Manifest) -> str:
         try:
-            refusal = self._dry_run(namespace, json.loads(question.injected))
-            if refusal and self._dry_run(namespace, json.loads(question.plain)):
-                refusal = ""  # every pod is refused, as by a quota that is used up: not for what we add
+            refusal = self._dry_run(changed)
+            of_plain = self._dry_run(plain) if refusal else ""
         except Exception as error:  # noqa: BLE001 whatever the client raises: not known
-            logger.warning("no verdict on namespace %s: %s", namespace, error)
-            return None
-        verdict = _Verdict(refusal, self._clock() + VERDICT_SECONDS)
+            logger.warning("no verdict on a pod of namespace %s: %s", plain["metadata"]["namespace"], error)
+            return ""
+        if refusal == of_plain:
+            refusal = ""
+        if not of_plain:  # else every pod is refused, as by a quota that is used up, which may change at any time
+            self._keep(key, refusal)
+        return refusal
+
+    def _keep(self, key: bytes, refusal: str) -> None:
+        now = self._clock()
         with self._lock:
-            self._verdicts = {asked: each for asked, each in self._verdicts.items() if each.expires > self._clock()}
-            self._verdicts[question] = verdict
-        return verdict
+            self._verdicts = {asked: each for asked, each in self._verdicts.items() if each.expires > now}
+            if len(self._verdicts) < MOST_VERDICTS:
+                self._verdicts[key] = _Verdict(refusal, now + VERDICT_SECONDS)
+
+
+def _key(plain: Manifest, changed: Manifest) -> bytes:
+    text = json.dumps([plain, changed], sort_keys=True)
+    return hashlib.sha256(_RANDOM_VOLUME.sub("kube-api-access", text).encode()).digest()
