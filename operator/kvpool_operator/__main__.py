@@ -30,8 +30,9 @@ from kvpool_operator.leadership import Leadership, Term
 from kvpool_operator.lease import KubeLease
 from kvpool_operator.logs import set_up_logging
 from kvpool_operator.metrics import OperatorMetrics
+from kvpool_operator.moments import rfc3339
 from kvpool_operator.pokes import CLUSTER_KINDS, Key, News, pool_key
-from kvpool_operator.reconcile import Reconciler, rfc3339
+from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.settings import Settings, read_settings
 from kvpool_operator.story import Storyteller
 from kvpool_operator.valkey_health import heal

@@ -7,23 +7,25 @@ time; what is remembered between two only saves work. At most one status write e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Protocol
 
-from kvpool_operator import agent_stats, gathering, names, projections, reasons, rollout, status
+from kvpool_operator import agent_stats, gathering, names, projections, reasons, status
 from kvpool_operator.applying import Applier, Outcome
 from kvpool_operator.fence import Fence
 from kvpool_operator.finishing import Finisher
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube, Raw
 from kvpool_operator.kube_errors import ForbiddenError, InvalidError, KubeError, NotFoundError
+from kvpool_operator.moments import rfc3339, seconds_since
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Namespace, Node, Observed, Pod, Refusal, Rollout, ValkeyHealth, Workload
 from kvpool_operator.plan import PlanInputs, agent, allowed_namespaces, plan
 from kvpool_operator.plan.secrets import Generated, build_master, decode, generate
 from kvpool_operator.pool import Pool, PoolError, parse_pool
+from kvpool_operator.rolling import Roller
 from kvpool_operator.settings import Settings
 from kvpool_operator.status.condition import Problem, changed
 from kvpool_operator.status.problems import ending
@@ -37,7 +39,6 @@ UNSETTLED_SHARE = 0.25
 """Of the time that nothing changed: what heals by time alone is seen at most a quarter of that time late."""
 TIER_SECONDS = 15.0
 """Until the next look at a pool with a shared tier: no event tells that a shard or a password is lost."""
-DRAIN_SECONDS = 5.0
 REFUSING_SECONDS = 20.0
 """A shard that refuses the login after that was started with a former Secret; a younger one may just be starting."""
 RECENT_SECONDS = 600.0
@@ -61,19 +62,6 @@ class Clock(Protocol):
         """Now, in UTC."""
 
 
-def rfc3339(moment: datetime) -> str:
-    """As Kubernetes writes times."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def seconds_since(text: str, now: datetime) -> float:
-    """Since an RFC 3339 time; 0 when it is none."""
-    try:
-        return (now - datetime.fromisoformat(text)).total_seconds()
-    except (ValueError, TypeError):
-        return 0.0
-
-
 @dataclass(slots=True)
 class Memory:
     """What is known of one pool (by uid) from the last time; only saves work."""
@@ -81,8 +69,6 @@ class Memory:
     applier: Applier
     replicas: int = 0
     """Valkey pods that the last step of healing wanted; 0 = unknown."""
-    short_since: datetime | None = None
-    """When an agent was first missing that the DaemonSet has yet to make; None: none is."""
     changed_at: datetime | None = None
     """When status last became another."""
 
@@ -122,12 +108,22 @@ class Reconciler:
         self._heal = heal
         self._clock = clock
         self._finisher = Finisher(kube, settings, story)
-        self._turn = rollout.Turn()
+        self._roller = Roller(kube, fence=fence, story=story)
         self._memories: dict[str, Memory] = {}
         self._uids: dict[Key, str] = {}
 
+    def expect(self, keys: Iterable[Key]) -> None:
+        """Pools that are there: none is rolled before each of them was looked at once."""
+        self._roller.expect(keys)
+
     def reconcile(self, key: Key) -> float | None:
         """Look at one pool; seconds until the next look at the latest, None: the resync will do."""
+        try:
+            return self._look_at(key)
+        finally:
+            self._roller.looked(key)
+
+    def _look_at(self, key: Key) -> float | None:
         raw = self._kube.get(names.KIND, *key)
         if raw is None:
             if key in self._uids:  # others are but names in somebody's labels; what they left is for the resync
@@ -138,25 +134,25 @@ class Reconciler:
         now = self._clock()
         uid = raw["metadata"]["uid"]
         if raw["metadata"].get("deletionTimestamp"):
-            self._turn.give_back(uid)
+            self._roller.leave(uid)
             return self._end(raw, now)
         if self._settings.watched_namespaces and key[0] not in self._settings.watched_namespaces:
             return None  # made anew meanwhile under the name of one that was going
         try:
             pool = parse_pool(raw)
         except PoolError as error:
-            self._turn.give_back(uid)
+            self._roller.leave(uid)
             self._refuse(raw, error, now)
             return None
         if pool.is_paused:
-            self._turn.give_back(uid)
+            self._roller.leave(uid)
             self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
             return None
         try:
             self._finisher.keep_finalizer(pool, raw)
             return self._reconcile_living(pool, now)
         except (ForbiddenError, InvalidError) as error:
-            self._turn.give_back(uid)
+            self._roller.leave(uid)
             self._hold_up(pool, error, now)
             raise
 
@@ -172,7 +168,7 @@ class Reconciler:
     def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
         namespaces = gathering.read_namespaces(self._kube, pool)
         if gathering.is_terminating(namespaces, pool.namespace):
-            self._turn.give_back(pool.uid)
+            self._roller.leave(pool.uid)
             return None  # nothing can be made there any more; the pool goes with it
         memory = self._memories.setdefault(pool.uid, Memory(Applier(self._kube)))
         nodes, refusals = self._read_nodes(pool)
@@ -192,7 +188,7 @@ class Reconciler:
             valkey = self._replace_refusing(valkey, gathered)
         gathered.workloads = _workloads(outcome)
         observed = self._observe(pool, gathered, outcome, allowed, valkey)
-        observed = replace(observed, rollout=self._roll(pool, observed, gathered, memory))
+        observed = replace(observed, rollout=self._roll(pool, observed, gathered))
         written = status.build_status(pool, observed, now=rfc3339(now))
         self._tell(pool, written, observed, outcome, now)
         self._write_status(pool, written)
@@ -283,43 +279,12 @@ class Reconciler:
             waiting_for_former=", ".join(outcome.going),
         )
 
-    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered, memory: Memory) -> Rollout:
-        """Replace an outdated agent if one may go now."""
-        workload = observed.workload("DaemonSet")
+    def _roll(self, pool: Pool, observed: Observed, gathered: Gathered) -> Rollout:
         if gathered.refusals:
-            self._turn.give_back(pool.uid)
+            self._roller.leave(pool.uid)
             message = f"the nodes are not known, so no agent is replaced: see condition {reasons.SPEC_ACCEPTED}"
             return Rollout(reason=reasons.REQUEST_REFUSED, message=message)
-        if workload is None or not workload.is_current:
-            message = "the DaemonSet controller has not acted on the newest template yet: wait"
-            return Rollout(reason=reasons.ROLLING_OUT, message=message)
-        agents = observed.pods_of(names.AGENT)
-        fleet = rollout.Fleet(
-            agents=agents,
-            desired=workload.desired,
-            wanted_hash=workload.config_hash,
-            nodes={node.name: node for node in gathered.nodes},
-            age_seconds={pod.uid: seconds_since(pod.created_at, gathered.now) for pod in agents},
-        )
-        is_outdated = any(pod.config_hash != fleet.wanted_hash and not pod.is_terminating for pod in agents)
-        memory.short_since = (memory.short_since or gathered.now) if fleet.is_short else None
-        if memory.short_since is not None:
-            fleet = replace(fleet, short_seconds=(gathered.now - memory.short_since).total_seconds())
-        step = rollout.next_step(fleet, may_roll=is_outdated and self._turn.take(pool.uid, gathered.now))
-        if not step.needs_turn:
-            self._turn.give_back(pool.uid)
-        if step.victim is not None:
-            self._replace_agent(pool, step.victim, fleet, gathered.generated.token)
-        return step.rollout
-
-    def _replace_agent(self, pool: Pool, victim: Pod, fleet: rollout.Fleet, token: str) -> None:
-        if fleet.is_serving(victim) and victim.ip:
-            agent_stats.drain(victim.ip, token, DRAIN_SECONDS, fence=self._fence)
-        self._kube.delete("Pod", victim.namespace, victim.name, uid=victim.uid)
-        message = f"replacing agent {victim.name} on node {victim.node}: its template is outdated"
-        self._story.tell(
-            names.reference(pool), reasons.AGENT_REPLACED, message, is_warning=False, once=f"replaced {victim.uid}"
-        )
+        return self._roller.roll(pool, observed, token=gathered.generated.token, now=gathered.now)
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
@@ -386,7 +351,7 @@ class Reconciler:
         former = self._uids.get(key, uid)
         if former != uid:
             self._memories.pop(former, None)
-            self._turn.give_back(former)
+            self._roller.forget(former)
         if uid:
             self._uids[key] = uid
         else:

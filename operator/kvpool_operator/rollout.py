@@ -54,6 +54,11 @@ class Fleet:
         return node is None or node.is_ready
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether an agent is to be replaced."""
+        return any(pod.config_hash != self.wanted_hash and not pod.is_terminating for pod in self.agents)
+
+    @property
     def is_short(self) -> bool:
         """Whether an agent was taken away, or went, and the next one is not made yet."""
         return sum(not pod.is_terminating or not self.is_reachable(pod) for pod in self.agents) < self.desired
@@ -78,7 +83,7 @@ def next_step(fleet: Fleet, *, may_roll: bool) -> Step:
     if held_up is not None:
         return Step(None, held_up, is_waiting=held_up.reason != reasons.ROLLOUT_STOPPED)
     if not may_roll:
-        message = f"{said}: another pool's agents are being replaced: wait"
+        message = f"{said}: another pool's agents are being replaced, or were not looked at yet: wait"
         return Step(None, Rollout(reason=reasons.WAITING_FOR_OTHER_POOL, message=message))
     if not reachable:
         message = f"{said}: the others are on nodes that are not ready: wait for these nodes"

@@ -127,6 +127,7 @@ class Workers:
         served = {(meta["namespace"], meta["name"]) for meta in metas if not watched or meta["namespace"] in watched}
         self._metrics.pools.set(len(served))
         keys = served | {(meta["namespace"], meta["name"]) for meta in metas if _waits_for_us(meta)}
+        office.reconciler.expect(keys)
         spread = self._settings.resync_seconds * SPREAD if len(keys) > self._settings.workers else 0.0
         for key in keys:
             self._queue.add(key, random.random() * spread)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpool_operator.fence import Fence, OpenFence
 from kvpool_operator.observed import Pod, ValkeyHealth
-from kvpool_operator.reconcile import Reconciler
+from kvpool_operator.reconcile import Key, Reconciler
 from kvpool_operator.settings import Settings
 from kvpool_operator.story import Storyteller
 from tests.unit.fake_api_server import FakeApiServer
@@ -45,12 +45,19 @@ class Healthy:
 
 
 def operator(
-    api: FakeApiServer, *, now: datetime = NOW, heal: Healthy | None = None, settings: Settings = SETTINGS
+    api: FakeApiServer,
+    *,
+    now: datetime = NOW,
+    heal: Healthy | None = None,
+    settings: Settings = SETTINGS,
+    others: tuple[Key, ...] = (),
 ) -> Reconciler:
-    """A newly started one: it remembers nothing."""
+    """A newly started one: it remembers nothing. others: pools that it has to look at before it rolls any."""
     kube = api.kube(OpenFence())
     story = Storyteller(kube, identity="me", monotonic=lambda: 0.0, wall_clock=lambda: "2026-01-01T12:00:00Z")
-    return Reconciler(kube, settings, fence=OpenFence(), story=story, heal=heal or Healthy(), clock=Movable(now))
+    reconciler = Reconciler(kube, settings, fence=OpenFence(), story=story, heal=heal or Healthy(), clock=Movable(now))
+    reconciler.expect(others)
+    return reconciler
 
 
 def condition(api: FakeApiServer, kind: str) -> dict[str, Any]:

@@ -20,10 +20,7 @@ from tests.unit.played_cluster import (
     KEY,
     Movable,
     condition,
-    deleted,
     operator,
-    run_daemon_set,
-    run_deployment,
     settled,
 )
 
@@ -138,55 +135,6 @@ def test_objects_of_a_former_pool_are_waited_for(api: FakeApiServer) -> None:
     binding = api.find("ClusterRoleBinding", "kvpool:inference:chat:agent")
     assert binding is not None
     assert binding["metadata"]["labels"][names.POOL_UID_LABEL] == "new-uid"
-
-
-@pytest.mark.parametrize("end", ["ready", "paused", "not understood", "deleted", "node lost"])
-def test_pool_whose_rollout_does_not_go_on_lets_the_next_one_roll(api: FakeApiServer, end: str) -> None:
-    operating = settled(api)
-    other = ("inference", "other")
-    put_pool(api, "other")
-    operating.reconcile(other)
-    run_daemon_set(api, "other")
-    for name in ("chat", "other"):
-        put_pool(api, name, capacity="2Gi")
-        operating.reconcile(("inference", name))
-        run_daemon_set(api, name, make=False)
-    operating.reconcile(KEY)
-    assert api.find("Pod", "chat-agent-x") is None
-    operating.reconcile(other)
-    assert api.find("Pod", "other-agent-x") is not None
-
-    if end == "ready":
-        run_daemon_set(api)
-    elif end == "paused":
-        api.put(manifest(metadata={"annotations": {"kvpool.io/reconcile": "paused"}}))
-    elif end == "not understood":
-        put_pool(api, "chat", capacity="2")
-    elif end == "deleted":
-        deleted(api, metadata={"finalizers": ["theirs"]})
-    else:
-        make_outdated_agent_on_a_lost_node(api)
-    operating.reconcile(KEY)
-    operating.reconcile(other)
-
-    assert api.find("Pod", "other-agent-x") is None
-
-
-def put_pool(api: FakeApiServer, name: str, *, capacity: str = "1Gi") -> None:
-    """A pool without router."""
-    meta = {"name": name, "uid": UID if name == "chat" else name}
-    api.put(manifest(metadata=meta, routing={"mode": "Disabled"}, ram={"capacityPerNode": capacity}))
-
-
-def make_outdated_agent_on_a_lost_node(api: FakeApiServer) -> None:
-    """The one agent that is left to be replaced cannot be; all others are as they should be."""
-    run_daemon_set(api)
-    pod = api.find("Pod", "chat-agent-x")
-    assert pod is not None
-    lost = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
-    api.put({"kind": "Node", "metadata": {"name": "node-2", "labels": {"gpu": "yes"}}, "status": lost})
-    meta = {**pod["metadata"], "name": "chat-agent-y", "uid": "y", "annotations": {names.CONFIG_HASH: "old"}}
-    api.put({**pod, "metadata": meta, "spec": {**pod["spec"], "nodeName": "node-2"}})
 
 
 @pytest.mark.parametrize("owners", [[], [{"kind": names.KIND, "name": "chat", "uid": UID}]])
@@ -331,22 +279,6 @@ def test_change_is_not_called_rolled_out_before_the_daemon_set_controller_saw_it
 
     assert condition(api, reasons.ROLLOUT_COMPLETE)["status"] == "False"
     assert condition(api, reasons.ROLLOUT_COMPLETE)["reason"] == reasons.ROLLING_OUT
-
-
-def test_outdated_agent_is_deleted_once_and_others_wait_for_it(api: FakeApiServer) -> None:
-    operating = settled(api)
-    api.put(manifest(ram={"capacityPerNode": "2Gi"}))
-
-    operating.reconcile(KEY)
-    run_daemon_set(api)
-    operating.reconcile(KEY)
-
-    assert api.find("Pod", "chat-agent-x") is None
-    assert condition(api, reasons.ROLLOUT_COMPLETE)["reason"] == reasons.ROLLING_OUT
-    run_daemon_set(api)
-    run_deployment(api)
-    operating.reconcile(KEY)
-    assert condition(api, reasons.ROLLOUT_COMPLETE)["status"] == "True"
 
 
 def test_token_goes_to_no_pod_that_only_has_the_labels_of_an_agent_and_to_none_on_a_node_that_is_away(
