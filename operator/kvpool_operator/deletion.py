@@ -1,7 +1,8 @@
 """The end of a pool whose keys lie in somebody else's Valkey.
 
-Pure. Invariant: every state of the world leads to the finalizer's removal, at the latest GIVE_UP_SECONDS after the deletion; keys
-are removed only when no agent can write new ones.
+Pure. Invariant: every state of the world leads to the finalizer's removal, at the latest GIVE_UP_SECONDS after an operator began
+to see to it: one that was away while the pool was deleted has all of its time. Keys are removed only when no agent can write new
+ones, as far as agents can be reached.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is there while a pool goes. `job`: the purge Job as the API server has it."""
+    """What is there while a pool goes. `job`: the purge Job as the API server has it.
 
-    age_seconds: float
+    removing_seconds: since this operator began to see to the pool's end.
+    """
+
+    removing_seconds: float
     is_namespace_terminating: bool
     has_finalizer: bool
     must_purge: bool
@@ -62,16 +66,16 @@ def next_step(scene: Scene) -> Step:
     """What to do next."""
     if not scene.has_finalizer or scene.is_namespace_terminating or not scene.must_purge:
         return Step(Act.FINISH)
-    if scene.age_seconds > GIVE_UP_SECONDS:
-        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, "purging took too long"))
-    if scene.has_daemon_set:
-        return Step(Act.REMOVE_AGENTS)
-    if scene.agents and scene.age_seconds < AGENTS_SECONDS:
+    if scene.removing_seconds > GIVE_UP_SECONDS:
+        return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, "purging took too long"))
+    if scene.has_daemon_set or (scene.agents and scene.removing_seconds < AGENTS_SECONDS):
         return Step(Act.REMOVE_AGENTS)
     if scene.job is None:
         return Step(Act.CREATE_JOB, reasons.PURGING, f"removing keys that begin with {scene.key_prefix!r} from Valkey")
     if not scene.is_job_ours:
-        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, "a Job of another owner has the purge Job's name"))
+        return Step(
+            Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, "a Job of another owner has the purge Job's name")
+        )
     return _after_job(scene, scene.job)
 
 
@@ -81,14 +85,15 @@ def _after_job(scene: Scene, job: Mapping[str, Any]) -> Step:
         return Step(Act.FINISH, reasons.KEYS_PURGED, scene.job_message or "the pool's keys are removed from Valkey")
     if conditions.get("Failed", {}).get("status") == "True":
         why = scene.job_message or conditions["Failed"].get("message", "") or "the purge Job failed"
-        return Step(Act.FINISH, reasons.KEYS_LEFT, _left(scene, why))
+        return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, why))
     return Step(Act.WAIT)
 
 
-def _left(scene: Scene, why: str) -> str:
-    pattern = shlex.quote(escape_glob(scene.key_prefix) + "*")
+def left(key_prefix: str, why: str) -> str:
+    """What is told of keys that nobody removes."""
+    pattern = shlex.quote(escape_glob(key_prefix) + "*")
     return (
-        f"keys that begin with {scene.key_prefix!r} may be left in Valkey: {why}: remove them with "
+        f"keys that begin with {key_prefix!r} may be left in Valkey: {why}: remove them with "
         f"valkey-cli --scan --pattern {pattern} and UNLINK, or let them be evicted"
     )
 

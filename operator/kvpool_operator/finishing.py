@@ -1,16 +1,17 @@
 """Carries out a pool's end.
 
-Invariant: what `deletion` decides is done in one request each, so being killed in between loses nothing.
+Invariant: what `deletion` decides is done in one request each, so being killed in between loses nothing; what the API server
+refuses for good holds no pool up for longer than `deletion` waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
 
 from kvpool_operator import deletion, gathering, names, projections, reasons
 from kvpool_operator.deletion import Act, Scene
-from kvpool_operator.kube import Kube
+from kvpool_operator.kube import Kube, Raw
 from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 from kvpool_operator.ownership import Claim, claim
 from kvpool_operator.plan.purge import build_purge_job
@@ -30,18 +31,33 @@ class Finisher:
         self._kube = kube
         self._settings = settings
         self._story = story
+        self._began: dict[str, datetime] = {}
+        """By pool uid: when this operator first saw that it goes."""
 
-    def keep_finalizer(self, pool: Pool, raw: dict[str, Any]) -> None:
+    def keep_finalizer(self, pool: Pool, raw: Raw) -> None:
         """A living pool has the finalizer exactly when its keys must be purged."""
         if pool.must_purge == (names.FINALIZER in pool.finalizers):
             return
         others = [one for one in pool.finalizers if one != names.FINALIZER]
         self._set_finalizers(raw, [*others, names.FINALIZER] if pool.must_purge else others)
 
-    def step(self, pool: Pool, raw: dict[str, Any], *, age_seconds: float) -> float | None:
+    def step(self, pool: Pool, raw: Raw, now: datetime) -> float | None:
         """One step of the end; seconds until the next one, None when there is none."""
+        removing_seconds = (now - self._began.setdefault(pool.uid, now)).total_seconds()
+        try:
+            return self._step(pool, raw, removing_seconds)
+        except (ForbiddenError, InvalidError) as error:
+            if removing_seconds <= deletion.GIVE_UP_SECONDS:
+                raise
+            return self._leave_keys(pool, raw, f"the API server refuses what purging needs: {error}")
+
+    def forget(self, uid: str) -> None:
+        """A pool is gone."""
+        self._began.pop(uid, None)
+
+    def _step(self, pool: Pool, raw: Raw, removing_seconds: float) -> float | None:
         namespace = self._kube.get("Namespace", None, pool.namespace)
-        scene, daemon_set, job = self._look(pool, namespace, age_seconds)
+        scene, daemon_set, job = self._look(pool, namespace, removing_seconds)
         step = deletion.next_step(scene)
         if step.reason:
             is_warning = step.reason == reasons.KEYS_LEFT
@@ -49,12 +65,17 @@ class Finisher:
         actions: dict[Act, Callable[[], float | None]] = {
             Act.WAIT: lambda: POLL_SECONDS,
             Act.REMOVE_AGENTS: lambda: self._remove_agents(pool, daemon_set, scene),
-            Act.CREATE_JOB: lambda: self._create_job(pool),
+            Act.CREATE_JOB: lambda: self._create_job(pool, raw),
             Act.FINISH: lambda: self._finish(pool, raw, job if scene.is_job_ours else None),
         }
         return actions[step.act]()
 
-    def let_go(self, raw: dict[str, Any], error: PoolError) -> None:
+    def _leave_keys(self, pool: Pool, raw: Raw, why: str) -> float | None:
+        message = deletion.left(names.key_prefix(pool), why)
+        self._story.tell(names.reference(pool), reasons.KEYS_LEFT, message, is_warning=True, once="end")
+        return self._finish(pool, raw, None)
+
+    def let_go(self, raw: Raw, error: PoolError) -> None:
         """The end of a pool of which nothing is understood but that it goes."""
         meta = raw["metadata"]
         finalizers = meta.get("finalizers") or ()
@@ -68,16 +89,14 @@ class Finisher:
         self._story.tell(names.reference_of(meta), reasons.KEYS_LEFT, message, is_warning=True, once="end")
         self._set_finalizers(raw, [one for one in finalizers if one != names.FINALIZER])
 
-    def _look(
-        self, pool: Pool, namespace: dict[str, Any] | None, age_seconds: float
-    ) -> tuple[Scene, dict[str, Any] | None, dict[str, Any] | None]:
+    def _look(self, pool: Pool, namespace: Raw | None, removing_seconds: float) -> tuple[Scene, Raw | None, Raw | None]:
         has_finalizer = names.FINALIZER in pool.finalizers
         spaces = () if namespace is None else (projections.namespace(namespace),)
         daemon_set = self._own("DaemonSet", pool, names.agent_name(pool))
         job = self._kube.get("Job", pool.namespace, names.purge_name(pool))
         pods = gathering.read_pods(self._kube, pool) if has_finalizer else ()
         scene = Scene(
-            age_seconds=age_seconds,
+            removing_seconds=removing_seconds,
             is_namespace_terminating=gathering.is_terminating(spaces, pool.namespace),
             has_finalizer=has_finalizer,
             must_purge=pool.must_purge,
@@ -90,11 +109,11 @@ class Finisher:
         )
         return scene, daemon_set, job
 
-    def _own(self, kind: str, pool: Pool, name: str) -> dict[str, Any] | None:
+    def _own(self, kind: str, pool: Pool, name: str) -> Raw | None:
         raw = self._kube.get(kind, pool.namespace, name)
         return raw if raw is not None and claim(raw["metadata"], pool) in (Claim.OURS, Claim.GOING) else None
 
-    def _remove_agents(self, pool: Pool, daemon_set: dict[str, Any] | None, scene: Scene) -> float:
+    def _remove_agents(self, pool: Pool, daemon_set: Raw | None, scene: Scene) -> float:
         if daemon_set is not None and scene.has_daemon_set:
             uid = daemon_set["metadata"]["uid"]
             self._kube.delete("DaemonSet", pool.namespace, names.agent_name(pool), uid=uid)
@@ -102,7 +121,7 @@ class Finisher:
             self._kube.delete("Pod", pod.namespace, pod.name, uid=pod.uid, grace_seconds=AGENT_GRACE_SECONDS)
         return POLL_SECONDS
 
-    def _create_job(self, pool: Pool) -> float | None:
+    def _create_job(self, pool: Pool, raw: Raw) -> float | None:
         job = build_purge_job(pool, self._settings)
         if job is None:
             return POLL_SECONDS
@@ -111,13 +130,10 @@ class Finisher:
         except ConflictError:
             return POLL_SECONDS
         except (ForbiddenError, InvalidError) as error:
-            message = f"the purge Job is refused: {error}: keys that begin with {names.key_prefix(pool)!r} are left"
-            self._story.tell(names.reference(pool), reasons.KEYS_LEFT, message, is_warning=True, once="end")
-            raw = self._kube.get(names.KIND, pool.namespace, pool.name)
-            return None if raw is None else self._finish(pool, raw, None)
+            return self._leave_keys(pool, raw, f"the purge Job is refused: {error}")
         return POLL_SECONDS
 
-    def _finish(self, pool: Pool, raw: dict[str, Any], job: dict[str, Any] | None) -> float | None:
+    def _finish(self, pool: Pool, raw: Raw, job: Raw | None) -> float | None:
         """There is no next step."""
         if job is not None:
             self._kube.delete("Job", pool.namespace, names.purge_name(pool), uid=job["metadata"]["uid"])
@@ -125,7 +141,7 @@ class Finisher:
             self._set_finalizers(raw, [one for one in pool.finalizers if one != names.FINALIZER])
         return None
 
-    def _set_finalizers(self, raw: dict[str, Any], finalizers: list[str]) -> None:
+    def _set_finalizers(self, raw: Raw, finalizers: list[str]) -> None:
         """Only if nobody else changed the pool since it was read: the list is replaced as a whole."""
         former = raw["metadata"]
         meta = {"finalizers": finalizers, "resourceVersion": former["resourceVersion"]}

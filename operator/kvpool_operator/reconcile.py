@@ -163,7 +163,7 @@ class Reconciler:
         except PoolError as error:
             self._finisher.let_go(raw, error)
             return None
-        return self._finisher.step(pool, raw, age_seconds=seconds_since(pool.deletion_timestamp, now))
+        return self._finisher.step(pool, raw, now)
 
     def _reconcile_living(self, pool: Pool, now: datetime) -> float | None:
         namespaces = gathering.read_namespaces(self._kube, pool)
@@ -352,6 +352,7 @@ class Reconciler:
         if former != uid:
             self._memories.pop(former, None)
             self._roller.forget(former)
+            self._finisher.forget(former)
         if uid:
             self._uids[key] = uid
         else:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvpool_operator import names
-from kvpool_operator.kube_errors import UnavailableError
+from kvpool_operator.kube_errors import ForbiddenError, UnavailableError
 from kvpool_operator.leadership import Term
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.reconcile import Reconciler
@@ -22,6 +23,7 @@ from tests.unit.operator_pools import EXTERNAL, SETTINGS, UID, manifest
 from tests.unit.played_cluster import (
     KEY,
     NOW,
+    Movable,
     deleted,
     operator,
     settled,
@@ -94,10 +96,11 @@ def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None
     assert "kvpool:inference/chat:" in told[0]
 
 
-@pytest.mark.parametrize("hindrance", ["job refused", "too late", "namespace going"])
+@pytest.mark.parametrize(
+    "hindrance", ["job refused", "too late", "agents cannot be deleted", "pods cannot be read", "namespace going"]
+)
 def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
-    ending(api)
-    now = NOW
+    operating = ending(api)
     if hindrance == "job refused":
 
         def refuse(method: str, kind: str, _name: str) -> None:
@@ -105,23 +108,49 @@ def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
                 raise Refusal(403, "exceeded quota")
 
         api.on_write = refuse
-    elif hindrance == "too late":
-        now = NOW + timedelta(seconds=101)
-    else:
+    elif hindrance == "agents cannot be deleted":
+
+        def keep(method: str, kind: str, _name: str) -> None:
+            if kind == "DaemonSet" and method == "DELETE":
+                raise Refusal(403, "a policy forbids it")
+
+        api.on_write = keep
+    elif hindrance == "pods cannot be read":
+        api.refused_reads["Pod"] = 403
+    elif hindrance == "namespace going":
         api.put({"kind": "Namespace", "metadata": {"name": "inference"}, "status": {"phase": "Terminating"}})
 
-    operating = operator(api, now=now)
     for _ in range(3):
-        operating.reconcile(KEY)
+        with contextlib.suppress(ForbiddenError):
+            operating.reconcile(KEY)
+    is_late = hindrance in ("too late", "agents cannot be deleted", "pods cannot be read")
+    assert api.names("KVCachePool") == (["chat"] if is_late else [])
+    cast(Movable, operating._clock).now += timedelta(seconds=101)
+    operating.reconcile(KEY)
 
     assert api.names("KVCachePool") == []
     assert api.names("Job") == []
+
+
+def test_operator_that_was_away_while_a_pool_was_deleted_has_all_the_time_for_its_keys(api: FakeApiServer) -> None:
+    ending(api)
+    operating = operator(api, now=NOW + timedelta(hours=1))
+
+    for _ in range(3):
+        operating.reconcile(KEY)
+
+    assert (api.names("DaemonSet"), api.names("Pod"), api.names("Job")) == ([], [], ["chat-purge"])
+    assert api.names("KVCachePool") == ["chat"]
+    assert [one for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"] == []
 
 
 def test_paused_pool_goes_when_it_is_deleted(api: FakeApiServer) -> None:
     operating = settled(api, valkey=EXTERNAL)
     deleted(api, metadata={"annotations": {"kvpool.io/reconcile": "paused"}})
 
+    operating.reconcile(KEY)
+    assert api.names("DaemonSet") == []
+    cast(Movable, operating._clock).now += timedelta(seconds=101)
     operating.reconcile(KEY)
 
     assert api.names("KVCachePool") == []
