@@ -47,15 +47,22 @@ class Holder:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener.socket, selectors.EVENT_READ)
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._peers: dict[socket.socket, Peer] = {}
         self._arena: KeptArena | None = None
-        self.stopping = False
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Have `run` end; from a signal handler, after which Python goes on with the wait that it interrupted."""
+        self._stopping = True
+        os.write(self._waker, b"x")
 
     def run(self) -> None:
-        """Serve until `stopping`; prefault between messages."""
-        while not self.stopping:
+        """Serve until `stop`; prefault between messages."""
+        while not self._stopping:
             busy = self._arena is not None and not self._arena.complete
-            for key, _events in self._selector.select(0 if busy else 1.0):
+            for key, _events in self._selector.select(0 if busy else None):
                 if key.fileobj is self._listener.socket:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._peers:
@@ -70,6 +77,8 @@ class Holder:
         self._forget_arena()
         self._selector.close()
         self._listener.close()
+        os.close(self._woken)
+        os.close(self._waker)
 
     def _accept(self) -> None:
         try:
@@ -221,7 +230,7 @@ def main() -> int:
     holder = Holder(listener)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        holder.stopping = True
+        holder.stop()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
