@@ -26,6 +26,7 @@ from kvpool_agent.server import Server
 from kvpool_agent.takeover import Takeover, decide, read_old_table
 from kvpool_agent.token_review import TokenReviews
 from kvpool_agent.unix_listener import SocketBusyError, SocketLock, UnixListener
+from kvpool_core.kube_client import load_client
 from kvpool_core.namespace_file import NamespaceFile
 
 SOCKET_MODE = 0o666
@@ -70,7 +71,7 @@ async def _serve_folder(config: Config, state: AdminState, metrics: AgentMetrics
     wish = Wish(config.ram.capacity_bytes, config.ram.huge_page_bytes)
     link = HolderLink(Path(config.holder_socket), wish, boot_id=state.boot_id)
     metrics.holder_connected.set_function(lambda: float(link.connected))
-    authenticator = _build_authenticator(config, metrics)
+    authenticator = await _build_authenticator(config, metrics)
     listener = UnixListener(config.socket_path, mode=SOCKET_MODE)
     loop = asyncio.get_running_loop()
     server = Server(listener, loop=loop, metrics=metrics, authenticator=authenticator)
@@ -124,9 +125,11 @@ def _note(last: LastArena, arena_id: bytes) -> None:
         )
 
 
-def _build_authenticator(config: Config, metrics: AgentMetrics) -> Authenticator | None:
+async def _build_authenticator(config: Config, metrics: AgentMetrics) -> Authenticator | None:
+    """Ready to ask: an engine that connects waits 5 s for its Welcome, not for our imports."""
     if config.authentication == "none":
         return None
+    await asyncio.to_thread(load_client)
     return Authenticator(
         TokenReviews().review,
         audience=audience_of(config.pool.namespace, config.pool.name),

@@ -5,6 +5,7 @@ Invariant: importing this module costs nothing; the client is large, and neither
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     Response: TypeAlias = RESTResponse
 
 Query = list[tuple[str, str]]
+
+
+def load_client() -> None:
+    """Import the client now, so that no request waits for it: it takes seconds where the processor is busy."""
+    importlib.import_module("kubernetes.client.api_client")
+    importlib.import_module("kubernetes.config")
 
 
 class KubeClient:

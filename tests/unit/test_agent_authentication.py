@@ -211,6 +211,22 @@ def test_engine_id_of_a_living_engine_is_refused_to_another_pod(node: Node) -> N
         peer.close()
 
 
+@pytest.mark.parametrize("authentication", ["kubernetes", "none"])
+def test_client_of_the_api_server_is_loaded_before_engines_can_connect_and_only_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, authentication: str
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    (tmp_path / "allowed").write_text("chat\n")
+    extra = f"authentication: {authentication}\nallowed_namespaces_file: {tmp_path}/allowed\n"
+    node = Node(tmp_path, extra=extra if authentication == "kubernetes" else "")
+    try:
+        agent = node.start_agent(wait=False)
+        wait_for(node.socket_path.exists, "the socket")
+        assert ("kubernetes.client.rest" in agent.log.read_text()) == (authentication == "kubernetes")
+    finally:
+        node.stop()
+
+
 GOOD = {
     "authenticated": True,
     "audiences": [AUDIENCE],
