@@ -44,6 +44,9 @@ class Peer(Protocol):
     def on_welcome(self, welcome: wire.Welcome, descriptors: Sequence[int]) -> list[wire.Message]:
         """Takes ownership of the descriptors; returns what is to be sent first."""
 
+    def on_connected(self) -> None:
+        """From here on `send` reaches the agent, behind what `on_welcome` returned."""
+
     def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
         """The agent has no arena to give yet; returns the answer. May wait until copies in flight have ended."""
 
@@ -164,6 +167,7 @@ class AgentClient:
                 self.last_heard = time.monotonic()
             logger.info("kvpool: %s is connected to the agent at %s", self._name, self._path)
             self._said_absent = False
+            self._peer.on_connected()
             for body in early:
                 self._dispatch(body)
             try:

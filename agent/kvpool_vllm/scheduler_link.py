@@ -1,6 +1,7 @@
 """The scheduler process's connection to the agent: greeting, registration, domain, verdicts.
 
-Invariant: its callbacks run on the client's thread and only set fields that the engine's thread reads.
+Invariants: its callbacks run on the client's thread and only set fields that the engine's thread reads; every connection is
+sent the registration, by whichever comes second: the connection, or the identification on a thread of its own.
 """
 
 from __future__ import annotations
@@ -45,9 +46,15 @@ class SchedulerLink:
         self.client = AgentClient(socket_path, self, name="scheduler")
 
     def publish(self, registration: wire.RegisterScheduler) -> None:
-        """Register now and after each reconnect."""
+        """The engine is identified: register now and after each reconnect."""
         self._registration = registration
-        self.client.send(registration)
+        self._register()
+
+    def _register(self) -> None:
+        """Send the registration if there is one. Both sides of the race come here with their own part done, so one of them
+        finds the other's; where both do, the agent gets it twice, which changes nothing."""
+        if self._registration is not None:
+            self.client.send(self._registration)
 
     def ask_digests(self, files: Sequence[wire.FileKey]) -> list[bytes]:
         """Digests that the agent remembers; b"" for each unknown one."""
@@ -75,10 +82,11 @@ class SchedulerLink:
         self.arena_id = welcome.arena_id
         self.protocol = welcome.protocol
         self._on_greeted()
-        first: list[wire.Message] = [self._announcement(held)]
-        if self._registration is not None:
-            first.append(self._registration)
-        return first
+        return [self._announcement(held)]
+
+    def on_connected(self) -> None:
+        """The identification may have ended while the agent was greeted: only now does `send` reach it."""
+        self._register()
 
     def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
         """Nothing to unmap: only workers map the arena."""

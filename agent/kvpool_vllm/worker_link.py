@@ -102,6 +102,9 @@ class WorkerLink:
             os.close(table_fd)
         return [wire.Announce(self.client.next_id(), [], [], []), self._registration]
 
+    def on_connected(self) -> None:
+        """Everything was said with the greeting: a worker knows its part before it connects."""
+
     def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
         """There will be another arena than the one mapped here: make room for it."""
         if not standby.unmap:
