@@ -16,6 +16,7 @@ from kvpool_operator import agent_stats, gathering, names, projections, reasons,
 from kvpool_operator.applying import Applier, Outcome
 from kvpool_operator.fence import Fence
 from kvpool_operator.finishing import Finisher
+from kvpool_operator.former_tier import keys_left
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube, Raw
 from kvpool_operator.kube_errors import ForbiddenError, InvalidError, KubeError, NotFoundError
@@ -149,6 +150,7 @@ class Reconciler:
             self._write_status(pool, status.paused_status(pool, now=rfc3339(now)))
             return None
         try:
+            self._tell_keys_left(pool)
             self._finisher.keep_finalizer(pool, raw)
             return self._reconcile_living(pool, now)
         except (ForbiddenError, InvalidError) as error:
@@ -287,6 +289,15 @@ class Reconciler:
         return self._roller.roll(pool, observed, token=gathered.generated.token, now=gathered.now)
 
     # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell_keys_left(self, pool: Pool) -> None:
+        """Before anything of the new spec is applied: afterwards nobody knows any more what the former one named."""
+        if names.FINALIZER not in pool.finalizers:
+            return
+        message = keys_left(pool, self._kube.get("ConfigMap", pool.namespace, names.agent_name(pool)))
+        if message:
+            once = f"keys left {pool.generation}"
+            self._story.tell(names.reference(pool), reasons.KEYS_LEFT, message, is_warning=True, once=once)
 
     def _tell(self, pool: Pool, written: Manifest, observed: Observed, outcome: Outcome, now: datetime) -> None:
         about = names.reference(pool)

@@ -19,7 +19,7 @@ from kvpool_operator.reconcile import Reconciler
 from kvpool_operator.work_queue import WorkQueue
 from kvpool_operator.workers import Office, Workers
 from tests.unit.fake_api_server import FakeApiServer, Refusal
-from tests.unit.operator_pools import EXTERNAL, SETTINGS, UID, manifest
+from tests.unit.operator_pools import EXTERNAL, MANAGED, SETTINGS, UID, manifest
 from tests.unit.played_cluster import (
     KEY,
     NOW,
@@ -236,3 +236,41 @@ def test_living_pool_of_a_namespace_that_is_not_watched_is_left_alone(api: FakeA
     assert operating.reconcile(KEY) is None
 
     assert api.names("DaemonSet") == []
+
+
+@pytest.mark.parametrize(
+    ("after", "is_told"),
+    [
+        (None, True),
+        ({"endpoints": ["other:6379"], "authSecretRef": {"name": "login"}}, True),
+        ({"endpoints": ["valkey:6379", "valkey-2:6379"], "authSecretRef": {"name": "login"}}, False),
+        ({"endpoints": ["valkey:6379"], "deletionPolicy": "Retain"}, False),
+    ],
+)
+def test_keys_in_a_valkey_that_a_living_pool_names_no_more_are_told_of(
+    api: FakeApiServer, after: dict[str, Any] | None, *, is_told: bool
+) -> None:
+    operating = settled(api, valkey=EXTERNAL)
+    pool = api.find("KVCachePool", "chat")
+    assert pool is not None
+    spec = {key: value for key, value in pool["spec"].items() if key != "valkey"}
+    api.put({**pool, "spec": {**spec, **({"valkey": {"external": after}} if after else {})}})
+
+    for _ in range(2):
+        operating.reconcile(KEY)
+
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert len(told) == is_told
+    if told:
+        assert "valkey:6379" in told[0]
+        assert "--pattern 'kvpool:inference/chat:*'" in told[0]
+
+
+def test_pool_that_had_no_keys_outside_or_was_to_keep_them_tells_of_none(api: FakeApiServer) -> None:
+    operating = settled(api, valkey={"external": {"endpoints": ["valkey:6379"], "deletionPolicy": "Retain"}})
+    api.put(manifest(valkey=MANAGED))
+    operating.reconcile(KEY)
+    api.put(manifest())
+    operating.reconcile(KEY)
+
+    assert [one for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"] == []
