@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine.answers import Loads, reference_pair, whole_blocks
-from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for_valkey
+from tests.engine.conftest import Starting, fresh_prompt, settle, wait_for_valkey
 from tests.harness.engine import Engine
 from tests.harness.node import Node
 from tests.harness.valkey_cluster import ValkeyServers, free_ports
 
 
 @pytest.fixture(scope="module")
-def hybrid(make_engine: Callable[..., Engine], folder: Path) -> Iterator[tuple[Engine, Engine, Node]]:
+def hybrid(hybrid_starting: Starting, folder: Path) -> Iterator[tuple[Engine, Engine, Node]]:
     with ValkeyServers(folder=folder / "hybrid-valkey") as valkey:
         node = Node("node-h", folder=folder / "nh", admin_port=free_ports(1)[0], valkey={"endpoints": valkey.endpoints})
-        engine = make_engine("hybrid", "tiny-hybrid", cores="0", socket=node.socket)
-        reference = make_engine("hybrid-reference", "tiny-hybrid", cores="1")
         try:
             node.start().wait_ready()
-            start_engines(engine, reference)
+            engine, reference = hybrid_starting.wait()
             engine.wait_identified()
             yield engine, reference, node
         finally:
-            engine.program.kill()
-            reference.program.kill()
+            hybrid_starting.kill()
             node.stop()
 
 

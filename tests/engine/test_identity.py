@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.engine.answers import Loads, reference_pair
-from tests.engine.conftest import fresh_prompt, settle, start_engines, wait_for
+from tests.engine.conftest import Starting, fresh_prompt, settle, wait_for
 from tests.harness.engine import Engine
 from tests.harness.stack import Stack
 
 
 @pytest.fixture(scope="module")
-def strangers(
-    started: tuple[Stack, Engine], make_engine: Callable[..., Engine]
-) -> Iterator[tuple[Engine, Engine, Engine]]:
+def strangers(strangers_starting: Starting) -> Iterator[tuple[Engine, ...]]:
     """Beside node a: other weights under the same served name, weights that are no files, another hash algorithm."""
-    socket = started[0].nodes[0].socket
-    twin = make_engine("twin", "tiny-llama-b", socket=socket)
-    dummy = make_engine("dummy", "tiny-llama", socket=socket, cores="1", arguments=("--load-format", "dummy"))
-    wrong = make_engine("wrong", "tiny-llama", socket=socket, arguments=("--prefix-caching-hash-algo", "sha256"))
     try:
-        start_engines(twin, dummy, wrong)
+        twin, dummy, wrong = strangers_starting.wait()
         twin.wait_identified()
         yield twin, dummy, wrong
     finally:
-        for engine in (twin, dummy, wrong):
-            engine.program.kill()
+        strangers_starting.kill()
 
 
-def test_same_shapes_and_name_with_other_weights_share_nothing(
-    fleet: Stack, strangers: tuple[Engine, Engine, Engine]
-) -> None:
+def test_same_shapes_and_name_with_other_weights_share_nothing(fleet: Stack, strangers: tuple[Engine, ...]) -> None:
     a, twin, prompt = fleet.engines[0], strangers[0], fresh_prompt()
     theirs = a.complete(prompt)
     settle(fleet.nodes[0])
@@ -50,9 +41,7 @@ def test_same_shapes_and_name_with_other_weights_share_nothing(
     assert loads.by_tier()["ram"] > 0
 
 
-def test_weights_that_cannot_be_identified_neither_load_nor_store(
-    fleet: Stack, strangers: tuple[Engine, Engine, Engine]
-) -> None:
+def test_weights_that_cannot_be_identified_neither_load_nor_store(fleet: Stack, strangers: tuple[Engine, ...]) -> None:
     dummy, prompt = strangers[1], fresh_prompt()
     wait_for(lambda: "cannot be identified" in dummy.program.log_text(), seconds=30, what="a log line that says why")
     first = dummy.complete(prompt)
@@ -66,9 +55,7 @@ def test_weights_that_cannot_be_identified_neither_load_nor_store(
     assert any("cannot be identified" in reason for reason in reasons)
 
 
-def test_engine_with_an_unsupported_setting_serves_inert(
-    strangers: tuple[Engine, Engine, Engine], reference: Engine
-) -> None:
+def test_engine_with_an_unsupported_setting_serves_inert(strangers: tuple[Engine, ...], reference: Engine) -> None:
     wrong, prompt = strangers[2], fresh_prompt()
     assert wrong.complete(prompt) == reference_pair(reference, prompt).cold
     assert wrong.metric("kvpool_connector_inert") >= 1

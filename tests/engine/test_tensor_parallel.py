@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 
 from kvpool_core import wire
 from tests.engine.answers import Loads, reference_pair, whole_blocks
-from tests.engine.conftest import LEASE_SECONDS, fresh_prompt, settle, start_engines, wait_for
+from tests.engine.conftest import LEASE_SECONDS, Starting, fresh_prompt, settle, wait_for
 from tests.harness.engine import Engine
 from tests.harness.node import Node
 from tests.harness.socket_tap import SocketTap
@@ -34,22 +34,18 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(started: tuple[Stack, Engine], make_engine: Callable[..., Engine]) -> Iterator[tuple[Engine, Engine]]:
+def two_ranks(started: tuple[Stack, Engine], two_ranks_starting: Starting) -> Iterator[tuple[Engine, ...]]:
     """Engines of two ranks, beside node a and without the connector."""
-    socket = started[0].taps[0].path
-    engine = make_engine("tp2", "tiny-llama", cores="0|1", tensor_parallel=2, socket=socket)
-    reference = make_engine("tp2-reference", "tiny-llama", cores="0|1", tensor_parallel=2)
     try:
-        start_engines(engine, reference)
+        engine, reference = two_ranks_starting.wait()
         engine.wait_identified()
         yield engine, reference
     finally:
-        engine.program.kill()
-        reference.program.kill()
+        two_ranks_starting.kill()
 
 
 @pytest.fixture
-def ranks(fleet: Stack, reference: Engine, two_ranks: tuple[Engine, Engine]) -> Ranks:
+def ranks(fleet: Stack, reference: Engine, two_ranks: tuple[Engine, ...]) -> Ranks:
     """Engine a of the fleet has one rank."""
     engine, reference_of_two = two_ranks
     engine.reset_own_cache()

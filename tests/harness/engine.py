@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.harness import web
 from tests.harness.engine_client import BLOCK_SIZE, EngineClient
+from tests.harness.engine_forks import EngineForks
 from tests.harness.processes import Program
 from tests.harness.provision import Paths
 
@@ -28,11 +29,26 @@ TRANSFER_CONFIG = {
 EXTRA_CONFIG = {"canonical_layout": True, "offload_prompt_only": False}
 API_SERVER = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 """What `vllm serve` runs; this wheel's `vllm` command does not start, and its older module path is deprecated."""
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT / "agent"),
+    "TORCHDYNAMO_DISABLE": "1",  # one function of the sampler would be compiled, with a C++ compiler
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+"""What all engines have."""
 EVENTS_CONFIG = {"enable_kv_cache_events": True, "publisher": "null"}
 
 
 class Engine(EngineClient):
-    """One API server with its engine core and workers."""
+    """One API server with its engine core and workers.
+
+    worker_in_core: one rank whose worker lives in the core's process, as on a GPU; else each worker has its own.
+    forks: what starts it, in place of a new process.
+    """
 
     def __init__(
         self,
@@ -51,10 +67,11 @@ class Engine(EngineClient):
         extra_config: dict[str, object] | None = None,
         reserved_cores: int = 1,
         kv_cache_bytes: int = KV_CACHE_BYTES,
+        worker_in_core: bool = False,
+        forks: EngineForks | None = None,
     ) -> None:
         super().__init__(name, f"127.0.0.1:{port}", served_name=served_name, transport=web)
         command = [
-            str(paths.engine_python), "-c", API_SERVER,
             "--model", str(model), "--served-model-name", served_name, "--host", "127.0.0.1", "--port", str(port),
             "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE), "--max-model-len", "4096",
             "--gpu-memory-utilization", "0.3", "--max-num-seqs", "8", "--seed", "0",
@@ -62,24 +79,20 @@ class Engine(EngineClient):
             "--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-log-requests", *arguments,
         ]  # fmt: skip
         environment = {
-            "PYTHONPATH": str(ROOT / "agent"),
-            "TORCHDYNAMO_DISABLE": "1",  # one function of the sampler would be compiled, with a C++ compiler
+            **ENVIRONMENT,
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_COLOR": "0",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
+            **(_worker_in_core(cores) if worker_in_core else {}),
             **(env or {}),
         }
         if socket is not None:
             transfer = {**TRANSFER_CONFIG, "kv_connector_extra_config": {**EXTRA_CONFIG, **(extra_config or {})}}
             command += ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(EVENTS_CONFIG)]
             environment |= {"KVPOOL_SOCKET": str(socket), "KVPOOL_ENDPOINT": self.endpoint}
-        self.arguments = [argument for argument in command if argument != str(port)]
-        self.program = Program(name, command, folder=folder, env=environment, niceness=NICENESS)
+        whole = command if forks else [str(paths.engine_python), "-c", API_SERVER, *command]
+        self.arguments = [argument for argument in whole if argument != str(port)]
+        starter = forks.fork if forks else None
+        self.program = Program(name, whole, folder=folder, env=environment, niceness=NICENESS, starter=starter)
 
     def start(self) -> Engine:
         """Start without waiting."""
@@ -94,3 +107,8 @@ class Engine(EngineClient):
     def wait_until(self, ready: Callable[[], bool], *, seconds: float, what: str) -> None:
         """The same; ProgramError when the program ends first."""
         self.program.wait_until(ready, seconds=seconds, what=what)
+
+
+def _worker_in_core(cores: str) -> dict[str, str]:
+    """vLLM binds no threads here, so it is told as it tells its workers: the core's process reads this when it begins."""
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "GOMP_CPU_AFFINITY": cores}

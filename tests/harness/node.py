@@ -24,6 +24,11 @@ def python_environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT / "agent"), "PYTHONUNBUFFERED": "1"}
 
 
+def socket_below(folder: Path) -> Path:
+    """Where a node in `folder` will have its agent's socket: an engine may be started before it."""
+    return folder / "s" / "agent.sock"
+
+
 class Node:
     """Holder, agent and their configuration below `folder`."""
 
@@ -41,7 +46,7 @@ class Node:
         self.folder = folder
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         self.token_file = folder / "token"
-        self.socket = folder / "s" / "agent.sock"
+        self.socket = socket_below(folder)
         config: dict[str, object] = {
             "pool": {"namespace": "local", "name": "demo"},
             "node": name,

@@ -14,13 +14,16 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tests.harness.valkey_cluster import start_time
 
 RECORD = "programs.json"
+_recording = threading.Lock()
 END_SECONDS = 10.0
 
 
@@ -28,10 +31,27 @@ class ProgramError(RuntimeError):
     """A program ended or did not get ready; the message quotes the end of its log."""
 
 
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; subprocess.TimeoutExpired."""
+
+
+Starter = Callable[[Sequence[str], Mapping[str, str], Path, int], Process]
+"""Starts arguments with an environment, a log to append to and a niceness, in a process group of its own."""
+
+
 class Program:
     """One program in a process group of its own. `folder` receives its log and the record of what is running.
 
     niceness: 0 to 19; an engine that spins on every core must not keep small programs beside it from running.
+    starter: in place of a new process of `arguments`. descriptors: inherited by it.
     """
 
     def __init__(
@@ -42,14 +62,19 @@ class Program:
         folder: Path,
         env: Mapping[str, str] | None = None,
         niceness: int = 0,
+        starter: Starter | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.log"
-        self._arguments = ["nice", "-n", str(niceness), *arguments] if niceness else list(arguments)
+        self._arguments = list(arguments)
+        self._niceness = niceness
+        self._starter = starter or self._spawn
+        self._descriptors = descriptors
         self._env = {**os.environ, **(env or {})}
         self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # an engine imports for 15 s, without bytecode for longer
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     @property
     def pid(self) -> int:
@@ -60,11 +85,21 @@ class Program:
     def start(self) -> None:
         """Start it; its output is appended to the log."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, process_group=0
-            )
+        self._process = self._starter(self._arguments, self._env, self.log, self._niceness)
         _record(self.folder, self._process.pid)
+
+    def _spawn(self, arguments: Sequence[str], env: Mapping[str, str], log: Path, niceness: int) -> Process:
+        command = ["nice", "-n", str(niceness), *arguments] if niceness else arguments
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                process_group=0,
+                pass_fds=self._descriptors,
+            )
 
     def is_running(self) -> bool:
         """Whether the first process is there."""
@@ -98,8 +133,13 @@ class Program:
         self.signal(signal.SIGCONT)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+        self.wait_ended()
+
+    def wait_ended(self) -> None:
+        """Give it a while to end by itself, then SIGKILL the group."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
         self.kill()
 
     def tail(self, lines: int = 25) -> str:
@@ -113,9 +153,10 @@ class Program:
 
 def _record(folder: Path, pid: int) -> None:
     path = folder / RECORD
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known[str(pid)] = start_time(pid)
-    path.write_text(json.dumps(known))
+    with _recording:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[str(pid)] = start_time(pid)
+        path.write_text(json.dumps(known))
 
 
 def clean_killed_run(folder: Path) -> list[str]:

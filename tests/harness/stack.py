@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.harness.engine import KV_CACHE_BYTES, Engine
+from tests.harness.engine_forks import EngineForks
 from tests.harness.node import Node
 from tests.harness.processes import clean_killed_run
 from tests.harness.provision import Paths
@@ -28,7 +29,8 @@ def clean(folder: Path) -> list[str]:
 class Stack:
     """The parts, made but not started. Node i stands beside engine i, whose cores are `cores[i]`.
 
-    tapped: engines reach their agents through `taps`, with which tests act at exact messages.
+    tapped: engines reach their agents through `taps`, with which tests act at exact messages. workers_in_core, forks: as
+    `Engine` takes them, the former of each engine.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Stack:
         lease_seconds: float = 10.0,
         extra_config: dict[str, object] | None = None,
         kv_cache_bytes: int = KV_CACHE_BYTES,
+        workers_in_core: tuple[bool, ...] = (False, False),
+        forks: EngineForks | None = None,
     ) -> None:
         self.folder = folder
         ports = free_ports(2 * len(cores) + 2)
@@ -75,6 +79,8 @@ class Stack:
                 socket=socket,
                 extra_config=extra_config,
                 kv_cache_bytes=kv_cache_bytes,
+                worker_in_core=workers_in_core[i],
+                forks=forks,
             )
             self.nodes.append(node)
             self.engines.append(engine)
