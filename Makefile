@@ -46,7 +46,7 @@ cluster-down: ## End it, whatever state it is in; what was in it comes back with
 ##@ Check it
 
 .PHONY: test
-test: provision-all lint verify test-unit test-engine test-cluster ## All checks: lint, verify, unit, engine and cluster tests
+test: provision-all lint verify test-unit test-gpu test-engine test-cluster ## All checks: lint, verify, unit, GPU (skipped without one), engine and cluster tests
 
 # Some wait for agents' timers: one more than there are cores.
 UNIT_WORKERS := $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
