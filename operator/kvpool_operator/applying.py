@@ -20,6 +20,8 @@ from kvpool_operator.ownership import Claim, claim, fingerprint, identity, is_ma
 from kvpool_operator.pool import Pool
 from kvpool_operator.resources import OWNED_KINDS
 
+REMADE = frozenset({"ConfigMap", "Secret", "PodDisruptionBudget", "RoleBinding", "ClusterRoleBinding"})
+"""Kinds of which nobody misses an object for a moment."""
 Raw = Mapping[str, Any]
 Identity = tuple[str, str, str]
 log = logging.getLogger("kvpool.operator.applying")
@@ -97,11 +99,22 @@ class Applier:
         before = self._written.get(key)
         if before == (wanted, fingerprint(live, manifest)):
             return live
-        now = self._write(manifest, live["metadata"]["uid"])
+        now = self._write_over(manifest, live["metadata"]["uid"])
         was_written = now["metadata"].get("resourceVersion") != live["metadata"].get("resourceVersion")
         if was_written and before is not None and before[0] == wanted:
             outcome.corrected.append(title(manifest))
         return now
+
+    def _write_over(self, manifest: Manifest, uid: str) -> Raw:
+        """Some edits cannot be put back, such as `immutable`, or `minAvailable` beside our maxUnavailable."""
+        try:
+            return self._write(manifest, uid)
+        except InvalidError:
+            if manifest["kind"] not in REMADE:
+                raise
+        kind, namespace, name = identity(manifest)
+        self._kube.delete(kind, namespace or None, name, uid=uid)
+        return self._write(manifest, None)
 
     def _write(self, manifest: Manifest, uid: str | None) -> Raw:
         now = self._kube.apply(manifest, uid=uid)

@@ -61,6 +61,8 @@ class FakeApiServer:
     readable_namespace: str = "kvpool-system"
     refused_reads: dict[str, int] = field(default_factory=dict)
     """Status codes with which reads of kinds are answered."""
+    applied: dict[Key, Object] = field(default_factory=dict)
+    """What was last applied: others' fields stay, ours go when they are applied no more."""
     url: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -160,12 +162,16 @@ class FakeApiServer:
         if present is None:
             if uid:
                 raise Refusal(409, "the object with that uid is not there")
+            self.applied[key] = body
             return self._create(key, body)
         if uid and uid != present["metadata"]["uid"]:
             raise Refusal(409, "uid mismatch")
         if subresource == "status":
             return self._store(key, {**present, "status": body["status"]})
-        wanted, meta = {name: part for name, part in body.items() if name != "metadata"}, dict(present["metadata"])
+        wanted = {name: part for name, part in body.items() if name != "metadata"}
+        wanted = _applied(self.applied.get(key, {}), present, wanted)
+        self.applied[key] = body
+        meta = dict(present["metadata"])
         for part in ("labels", "annotations"):
             if part in body["metadata"]:
                 meta[part] = {**meta.get(part, {}), **body["metadata"][part]}
@@ -246,6 +252,23 @@ def _merged(present: Object, patch: Object) -> Object:
     merged = dict(present)
     for key, value in patch.items():
         merged[key] = _merged(merged.get(key) or {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+ATOMIC = frozenset({"nodeSelector", "selector", "annotations", "labels"})
+"""Maps that are applied as a whole."""
+
+
+def _applied(former: Object, present: Object, wanted: Object) -> Object:
+    """Server-side apply, by one manager among others; lists are atomic here."""
+    merged = {key: value for key, value in present.items() if key in wanted or key not in former}
+    for key, value in wanted.items():
+        below = present.get(key)
+        if isinstance(value, dict) and isinstance(below, dict) and key not in ATOMIC:
+            last = former.get(key)
+            merged[key] = _applied(last if isinstance(last, dict) else {}, below, value)
+        else:
+            merged[key] = value
     return merged
 
 

@@ -66,34 +66,6 @@ def test_new_operator_changes_nothing(api: FakeApiServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "part", "edit"),
-    [
-        ("ConfigMap", "chat-agent", "data", {"agent.yaml": "broken"}),
-        ("Service", "chat-router", "spec", {"ports": []}),
-        ("Deployment", "chat-router", "spec", {"replicas": 0}),
-        ("Secret", "chat-token", "data", {"token": "stolen"}),
-        ("ServiceAccount", "chat-agent", "automountServiceAccountToken", True),
-    ],
-)
-def test_hand_edit_is_put_back_and_told(api: FakeApiServer, kind: str, name: str, part: str, edit: Any) -> None:
-    operating = settled(api)
-    live = api.find(kind, name)
-    assert live is not None
-    wanted = live[part]
-    api.put({**live, part: edit})
-
-    operating.reconcile(KEY)
-
-    now = api.find(kind, name)
-    assert now is not None
-    assert now[part] == wanted
-    told = [one for key, one in api.objects.items() if key[0] == "Event"]
-    assert [one["message"] for one in told if one["reason"] == reasons.DRIFT_CORRECTED] == [
-        f"{kind} inference/{name} was changed by somebody else and is put back: change the pool instead"
-    ]
-
-
-@pytest.mark.parametrize(
     ("kind", "name"), [("ConfigMap", "chat-agent"), ("Secret", "chat-token"), ("Service", "chat-router")]
 )
 def test_foreign_object_of_the_same_name_is_left_alone_and_named(api: FakeApiServer, kind: str, name: str) -> None:

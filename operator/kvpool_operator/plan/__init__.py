@@ -1,6 +1,8 @@
 """Every object that a pool owns, as it should be.
 
-Pure. Invariant: equal inputs give equal objects in an order in which each finds what it refers to.
+Pure. Invariant: equal inputs give equal objects in an order in which each finds what it refers to. A field by which somebody else
+could stop a part (`paused`, `partition`, a nodeSelector) is planned although its value is the default: what server-side apply
+is not told stays as others set it.
 """
 
 from __future__ import annotations

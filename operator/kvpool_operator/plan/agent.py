@@ -121,6 +121,7 @@ def build_daemon_set(pool: Pool, settings: Settings) -> Manifest:
         "spec": {
             "selector": {"matchLabels": names.selector(pool, names.AGENT)},
             "updateStrategy": {"type": "OnDelete"},
+            "minReadySeconds": 0,
             "revisionHistoryLimit": 2,
             "template": template,
         },

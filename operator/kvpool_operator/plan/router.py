@@ -67,7 +67,15 @@ def build_service(pool: Pool) -> Manifest | None:
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata,
-        "spec": {"type": service.kind, "selector": names.selector(pool, names.ROUTER), "ports": [port]},
+        "spec": {
+            "type": service.kind,
+            "selector": names.selector(pool, names.ROUTER),
+            "ports": [port],
+            "publishNotReadyAddresses": False,
+            "sessionAffinity": "None",
+            "internalTrafficPolicy": "Cluster",
+            **({"externalTrafficPolicy": "Cluster"} if service.kind != "ClusterIP" else {}),
+        },
     }
 
 
@@ -87,6 +95,8 @@ def build_deployment(pool: Pool, settings: Settings) -> Manifest | None:
         "metadata": names.metadata(pool, names.router_name(pool), names.ROUTER),
         "spec": {
             "replicas": pool.routing.replicas,
+            "paused": False,
+            "minReadySeconds": 0,
             "selector": {"matchLabels": names.selector(pool, names.ROUTER)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "progressDeadlineSeconds": 120,
@@ -100,6 +110,7 @@ def _pod_spec(pool: Pool, settings: Settings) -> Manifest:
     return pods.pod_spec(
         pool,
         names.router_name(pool),
+        nodeSelector={},
         terminationGracePeriodSeconds=GRACE_SECONDS,
         topologySpreadConstraints=pods.spread(pool, names.ROUTER, per_template=True),
         containers=[_router(settings)],

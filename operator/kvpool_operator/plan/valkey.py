@@ -44,7 +44,9 @@ def build_service(pool: Pool) -> Manifest | None:
         "kind": "Service",
         "metadata": names.metadata(pool, names.valkey_name(pool), names.VALKEY),
         "spec": {
+            "type": "ClusterIP",
             "clusterIP": "None",
+            "sessionAffinity": "None",
             "publishNotReadyAddresses": True,
             "selector": names.selector(pool, names.VALKEY),
             "ports": [
@@ -73,7 +75,9 @@ def build_stateful_set(pool: Pool, settings: Settings, *, replicas: int) -> Mani
             "replicas": replicas,
             "serviceName": names.valkey_name(pool),
             "podManagementPolicy": "Parallel",
-            "updateStrategy": {"type": "RollingUpdate"},
+            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
+            "minReadySeconds": 0,
+            "ordinals": {"start": 0},
             "revisionHistoryLimit": 2,
             "selector": {"matchLabels": names.selector(pool, names.VALKEY)},
             "template": pods.template(pool, names.VALKEY, spec, config=config_text(pool.managed)),
@@ -85,6 +89,7 @@ def _pod_spec(pool: Pool, managed: ManagedValkey, settings: Settings) -> Manifes
     return pods.pod_spec(
         pool,
         names.valkey_name(pool),
+        nodeSelector={},
         terminationGracePeriodSeconds=GRACE_SECONDS,
         topologySpreadConstraints=pods.spread(pool, names.VALKEY, per_template=False),
         containers=[_server(managed, settings)],
