@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpool_core import identity
 from kvpool_core.errors import UnsupportedModelError
+from kvpool_vllm.support import find_expandable_segments
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,7 @@ def reject_unsupported(config: VllmConfig) -> None:
     parallel, cache = config.parallel_config, config.cache_config
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
+    segments = find_expandable_segments(os.environ)
     reasons = (
         (config.model_config.is_encoder_decoder, "encoder-decoder models are not supported"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism is not supported: use tensor parallelism"),
@@ -57,15 +59,11 @@ def reject_unsupported(config: VllmConfig) -> None:
             "blocks_per_chunk" in extra or "block_size" in extra,
             "one block per chunk is supported: remove blocks_per_chunk and block_size from kv_connector_extra_config",
         ),
-        (_expandable_segments(), "PYTORCH_CUDA_ALLOC_CONF has expandable_segments, whose memory cannot be registered"),
+        (bool(segments), f"{segments} has expandable_segments, whose memory cannot be registered"),
     )
     for applies, reason in reasons:
         if applies:
             raise UnsupportedModelError(reason)
-
-
-def _expandable_segments() -> bool:
-    return "expandable_segments:true" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower()
 
 
 def scheduler_part(config: VllmConfig, kv_cache: KVCacheConfig, *, weights: bytes, draft: bytes, seed: str) -> bytes:

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvpool_vllm.support import find_problem
+from kvpool_vllm.support import find_expandable_segments, find_problem
 
 TRANSFER_FLAG = "--kv-transfer-config"
 MARK = '"kv_connector_module_path":"kvpool_vllm.entry"'
@@ -40,13 +40,21 @@ def _fit_flags(arguments: list[str]) -> None:
     injected = injected_arguments(arguments)
     if not injected:
         return
-    problem = find_problem(installed_vllm(), sys.version_info[:2])
-    if not problem:
-        missing = [name for name in ("msgspec", "cbor2") if importlib.util.find_spec(name) is None]
-        problem = f"this vLLM comes without {missing[0]}" if missing else ""
+    problem = find_problem(installed_vllm(), sys.version_info[:2]) or _missing_library() or _unfit_allocator()
     if problem:
         _say(f"{problem}: starting without the cache")
         del arguments[injected.start : injected.stop]
+
+
+def _missing_library() -> str:
+    missing = [name for name in ("msgspec", "cbor2") if importlib.util.find_spec(name) is None]
+    return f"this vLLM comes without {missing[0]}" if missing else ""
+
+
+def _unfit_allocator() -> str:
+    """The variable may come from the image or a ConfigMap, which the webhook cannot see."""
+    variable = find_expandable_segments(os.environ)
+    return f"{variable} has expandable_segments, with which vLLM refuses a connector" if variable else ""
 
 
 def injected_arguments(arguments: list[str]) -> range:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 SUPPORTED_VLLM = (0, 32)
 OLDEST_PYTHON = (3, 11)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def find_problem(vllm_version: str, python: tuple[int, ...]) -> str:
@@ -18,4 +20,12 @@ def find_problem(vllm_version: str, python: tuple[int, ...]) -> str:
         )
     if python < OLDEST_PYTHON:
         return f"Python {'.'.join(map(str, python))} is not supported, {'.'.join(map(str, OLDEST_PYTHON))} or newer is"
+    return ""
+
+
+def find_expandable_segments(environment: Mapping[str, str]) -> str:
+    """The variable that turns PyTorch's expandable segments on, with which vLLM refuses a connector; "" when none does."""
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
+            return name
     return ""

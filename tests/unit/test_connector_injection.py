@@ -191,11 +191,11 @@ def make_stub(folder: Path, version: str, *, knows_flags: bool) -> Path:
     return folder
 
 
-def start(connector: Path, stub: Path, *arguments: str) -> tuple[dict[str, object], str]:
+def start(connector: Path, stub: Path, *arguments: str, **environment: str) -> tuple[dict[str, object], str]:
     """What the stub saw, and its log; it must start."""
     done = subprocess.run(
         [sys.executable, "-m", SERVER_MODULE, "--model", "m", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{connector}:{stub}"},
+        env={**os.environ, **environment, "PYTHONPATH": f"{connector}:{stub}"},
         capture_output=True,
         text=True,
         check=False,
@@ -214,6 +214,17 @@ def test_another_vllm_starts_without_our_flags_and_says_why(
     assert result["argv"] == ["--model", "m"]
     assert f"kvpool: vLLM {version} is not supported" in log
     assert "starting without the cache" in log
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_that_the_webhook_could_not_see_take_our_flags_away(
+    connector: Path, tmp_path: Path, name: str
+) -> None:
+    """vLLM refuses to start with a connector and these."""
+    stub = make_stub(tmp_path / "stub", "0.32.0", knows_flags=True)
+    result, log = start(connector, stub, *INJECTED, **{name: "expandable_segments:True"})
+    assert result["argv"] == ["--model", "m"]
+    assert f"kvpool: {name} has expandable_segments" in log
 
 
 def test_a_vllm_without_a_version_starts_too(connector: Path, tmp_path: Path) -> None:
