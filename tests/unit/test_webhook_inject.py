@@ -11,6 +11,7 @@ import pytest
 from kvpool_operator.webhook import contract
 from kvpool_operator.webhook import skip_reasons as reasons
 from kvpool_operator.webhook.contract import Manifest
+from kvpool_operator.webhook.engine_checks import ALLOCATOR_VARIABLES
 from kvpool_operator.webhook.engine_memory import memory_bytes
 from kvpool_operator.webhook.inject import AlreadyInjected, Injection, decide, stamp_skip
 from kvpool_operator.webhook.skip_reasons import Skip
@@ -138,6 +139,30 @@ def test_the_pod_given_is_not_changed() -> None:
         (("--pipeline_parallel_size=2",), reasons.ENGINE_UNSUPPORTED),
         (("--nnodes", "2"), reasons.ENGINE_UNSUPPORTED),
         (("--headless",), reasons.ENGINE_UNSUPPORTED),
+        (("-n2",), reasons.ENGINE_UNSUPPORTED),
+        (("-n", "1", "--nnodes", "2"), reasons.ENGINE_UNSUPPORTED),
+        (("--pipeline", "2"), reasons.ENGINE_UNSUPPORTED),
+        (("--pipeline-parallel-size", "$(PP)"), reasons.ENGINE_UNSUPPORTED),
+        (("--omni",), reasons.ENGINE_UNSUPPORTED),
+        (("--use-replayssm",), reasons.ENGINE_UNSUPPORTED),
+        (("--no-use_replayssm", "--use_replayssm"), reasons.ENGINE_UNSUPPORTED),
+        (("--enable-prefix-caching", "--no-enable-prefix-caching"), reasons.PREFIX_CACHING_OFF),
+        (("--prefix-caching-hash-algo=sha256_cbor", "--prefix-cachi=sha256"), reasons.OWN_HASH_ALGORITHM),
+        (
+            ("--kv-events-config", '{"enable_kv_cache_events": true}', "--kv-events-config", "{}"),
+            reasons.OWN_KV_EVENTS,
+        ),
+        (
+            ("--kv-events-config.publisher=zmq", '--kv-events-config={"enable_kv_cache_events": true}'),
+            reasons.OWN_KV_EVENTS,
+        ),
+        (
+            ("--kv-events-config.enable_kv_cache_events=true", "--kv-events-config.enable_kv_cache_events=false"),
+            reasons.OWN_KV_EVENTS,
+        ),
+        (("--max-model-len", "8", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("--max-model-len=8", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("--max-model-len=8", "--$(NAME)=x"), reasons.ARGUMENT_UNKNOWN),
     ],
 )
 def test_an_engine_with_its_own_settings_is_left_alone(arguments: tuple[str, ...], expected: str) -> None:
@@ -145,14 +170,46 @@ def test_an_engine_with_its_own_settings_is_left_alone(arguments: tuple[str, ...
     assert skip_reason(engine_pod(command=("vllm", "serve", "m", *arguments))) == expected
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--no-enable-prefix-caching", "--enable-prefix-caching"),
+        ("--prefix-caching-hash-algo", "sha256", "--prefix_caching_hash_algo", "sha256_cbor"),
+        ("--use-replayssm", "--no-use-replayssm"),
+        ("-pp", "2", "--pipeline-parallel-size", "1"),
+        ("--nnodes=2", "-n=1"),
+        ("--max-model-len", "$(LENGTH)", "--served-model-name=$(NAME)"),
+        ("--served-model-name", "a", "/models/$(NAME)"),
+    ],
+)
+def test_the_last_of_several_counts_and_values_may_come_from_elsewhere(arguments: tuple[str, ...]) -> None:
+    assert skip_reason(engine_pod(*arguments)) == ""
+    assert skip_reason(engine_pod("$(MODEL)", *arguments, command=("vllm", "serve"))) == ""
+
+
 def test_flags_in_a_variable_of_the_pod_are_seen() -> None:
     env = [{"name": "EXTRA", "value": "--kv-transfer-config={}"}]
     assert skip_reason(engine_pod("$(EXTRA)", env=env)) == reasons.OWN_KV_TRANSFER
 
 
-def test_expandable_segments_are_not_supported() -> None:
-    env = [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"}]
-    assert skip_reason(engine_pod(env=env)) == reasons.ENGINE_UNSUPPORTED
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("expandable_segments:True",), reasons.ENGINE_UNSUPPORTED),
+        (("max_split_size_mb:64, expandable_segments: True",), reasons.ENGINE_UNSUPPORTED),
+        (("$(SEGMENTS)",), reasons.ENGINE_UNSUPPORTED),
+        (("expandable_segments:False",), ""),
+        (("expandable_segments:True", "max_split_size_mb:64"), ""),
+    ],
+)
+def test_expandable_segments_are_not_supported(name: str, values: tuple[str, ...], expected: str) -> None:
+    env = [{"name": "SEGMENTS", "value": "expandable_segments:True"}]
+    assert skip_reason(engine_pod(env=[*env, *({"name": name, "value": value} for value in values)])) == expected
+
+
+def test_webhook_and_connector_look_at_the_same_variables() -> None:
+    assert support.ALLOCATOR_VARIABLES == ALLOCATOR_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -200,27 +257,6 @@ def test_the_tag_of_vllms_own_images_is_its_version(image: str, expected: str) -
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
-
-
-def test_the_users_python_path_is_kept_behind_ours() -> None:
-    pod = injected(engine_pod(env=[{"name": "PYTHONPATH", "value": "/a:$(B)"}]))
-    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:/a:$(B)"
-    assert isinstance(decide(pod, AROUND), AlreadyInjected)
-
-
-def test_a_python_path_from_elsewhere_is_referred_to() -> None:
-    source = {"configMapKeyRef": {"name": "c", "key": "path"}}
-    pod = injected(engine_pod(env=[{"name": "A", "value": "1"}, {"name": "PYTHONPATH", "valueFrom": source}]))
-    assert [entry["name"] for entry in engine(pod)["env"]][:3] == ["A", "KVPOOL_USER_PYTHONPATH", "PYTHONPATH"]
-    assert env_of(pod)["KVPOOL_USER_PYTHONPATH"] == source
-    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:$(KVPOOL_USER_PYTHONPATH)"
-    assert isinstance(decide(pod, AROUND), AlreadyInjected)
-
-
-def test_a_python_path_that_envfrom_may_bring_is_referred_to() -> None:
-    pod = injected(engine_pod(envFrom=[{"configMapRef": {"name": "c"}}]))
-    assert env_of(pod)["PYTHONPATH"] == "/opt/kvpool-connector:$(PYTHONPATH)"
-    assert isinstance(decide(pod, AROUND), AlreadyInjected)
 
 
 def test_variables_that_the_user_set_stay_and_references_come_after_what_they_name() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvpool_operator.webhook.contract import (
@@ -16,7 +16,9 @@ from kvpool_operator.webhook.contract import (
     TRANSFER_FLAG,
 )
 from kvpool_operator.webhook.engine_command import SERVER_IMAGES, Engine
+from kvpool_operator.webhook.environment import known_values
 from kvpool_operator.webhook.skip_reasons import (
+    ARGUMENT_UNKNOWN,
     CONFIG_FILE,
     ENGINE_UNSUPPORTED,
     ENGINE_VERSION_UNSUPPORTED,
@@ -26,6 +28,8 @@ from kvpool_operator.webhook.skip_reasons import (
     PREFIX_CACHING_OFF,
     Skip,
 )
+
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\D.*)?")
 
@@ -49,17 +53,23 @@ def check_version(engine: Engine) -> Skip | None:
 
 def check_transfer(engine: Engine) -> Skip | None:
     """The user's own connector, or vLLM's own offloading."""
-    own = [
-        occurrence
-        for occurrence in engine.flags.find(TRANSFER_FLAG, shortest="--kv-t")
-        if occurrence.key or occurrence.value != TRANSFER_CONFIG
-    ]
-    if own:
+    if any(each.key or each.value != TRANSFER_CONFIG for each in engine.flags.find(TRANSFER_FLAG)):
         return Skip(OWN_KV_TRANSFER, f"the engine has its own {TRANSFER_FLAG}: remove it to use the pool")
     for flag in ("--kv-offloading-size", "--kv-offloading-backend"):
-        if engine.flags.has(flag, shortest="--kv-o"):
+        if engine.flags.has(flag):
             return Skip(OWN_KV_TRANSFER, f"the engine has {flag}, vLLM's own offloading: remove it to use the pool")
     return None
+
+
+def check_unknown_arguments(engine: Engine) -> Skip | None:
+    """What comes from a ConfigMap or Secret cannot be seen, and may be any flag."""
+    token = engine.flags.unknown()
+    if not token:
+        return None
+    return Skip(
+        ARGUMENT_UNKNOWN,
+        f"argument {token} comes from outside of the pod and may be any flag: write flags into the pod",
+    )
 
 
 def check_config_file(engine: Engine) -> Skip | None:
@@ -73,22 +83,17 @@ def check_config_file(engine: Engine) -> Skip | None:
 
 def check_prefix_caching(engine: Engine) -> Skip | None:
     """Blocks are found by their prefix; the tiers' keys are hashes of one algorithm."""
-    if engine.flags.has("--no-enable-prefix-caching", shortest="--no-enable-p"):
+    if engine.flags.is_on("--enable-prefix-caching", "--no-enable-prefix-caching") is False:
         return Skip(PREFIX_CACHING_OFF, "the engine has --no-enable-prefix-caching: remove it to use the pool")
-    for occurrence in engine.flags.find(HASH_FLAG, shortest="--prefix-c"):
-        if occurrence.value != HASH_ALGORITHM:
-            return Skip(
-                OWN_HASH_ALGORITHM,
-                f"the engine has {HASH_FLAG} {occurrence.value}: remove it, or set {HASH_ALGORITHM}",
-            )
+    algorithm = engine.flags.value(HASH_FLAG)
+    if algorithm not in (None, HASH_ALGORITHM):
+        return Skip(OWN_HASH_ALGORITHM, f"the engine has {HASH_FLAG} {algorithm}: remove it, or set {HASH_ALGORITHM}")
     return None
 
 
 def check_events(engine: Engine) -> Skip | None:
     """The router follows the engine's cache by its events; the user's own configuration of them is kept if it has them."""
-    if not engine.flags.has(EVENTS_FLAG, shortest="--kv-e"):
-        return None
-    if engine.flags.enables(EVENTS_FLAG, "enable_kv_cache_events"):
+    if not engine.flags.has(EVENTS_FLAG) or engine.flags.enables(EVENTS_FLAG, "enable_kv_cache_events"):
         return None
     return Skip(
         OWN_KV_EVENTS,
@@ -97,36 +102,31 @@ def check_events(engine: Engine) -> Skip | None:
 
 
 def check_supported(engine: Engine) -> Skip | None:
-    """Ways of running an engine whose blocks cannot be offloaded; the connector would be inert."""
+    """Ways of running an engine whose blocks cannot be offloaded: the connector would be inert, or vLLM refuse to start."""
     flags = engine.flags
-    found = next(
-        (
-            what
-            for applies, what in (
-                (flags.number("--pipeline-parallel-size", "-pp", default=1) != 1, "pipeline parallelism"),
-                (flags.number("--nnodes", "-n", default=1) != 1, "several nodes for one engine"),
-                (flags.has("--headless"), "a headless engine"),
-                (_has_expandable_segments(engine), "expandable_segments in PYTORCH_CUDA_ALLOC_CONF"),
-            )
-            if applies
-        ),
-        "",
+    unsupported = (
+        (flags.number("--pipeline-parallel-size", "-pp", default=1) != 1, "pipeline parallelism"),
+        (flags.number("--nnodes", "-n", default=1) != 1, "several nodes for one engine"),
+        (flags.has("--headless"), "a headless engine"),
+        (flags.has("--omni"), "vLLM-Omni"),
+        (flags.is_on("--use-replayssm", "--no-use-replayssm") is True, "--use-replayssm"),
+        (has_expandable_segments(known_values(engine.container)), "expandable_segments in PyTorch's ALLOC_CONF"),
     )
+    found = next((what for applies, what in unsupported if applies), "")
     return Skip(ENGINE_UNSUPPORTED, f"{found} is not supported: the engine serves without the pool") if found else None
 
 
-def _has_expandable_segments(engine: Engine) -> bool:
-    return any(
-        entry.get("name") in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        and "expandable_segments:true" in str(entry.get("value", "")).lower()
-        for entry in engine.container.get("env") or []
-    )
+def has_expandable_segments(values: Mapping[str, str]) -> bool:
+    """As PyTorch reads them, in any of its variables; what comes from elsewhere is found out in the engine."""
+    settings = (values.get(name, "").replace(" ", "").lower() for name in ALLOCATOR_VARIABLES)
+    return any("expandable_segments:true" in each for each in settings)
 
 
 ENGINE_CHECKS: Final[tuple[Callable[[Engine], Skip | None], ...]] = (
     check_version,
     check_transfer,
     check_config_file,
+    check_unknown_arguments,
     check_prefix_caching,
     check_events,
     check_supported,
@@ -135,14 +135,5 @@ ENGINE_CHECKS: Final[tuple[Callable[[Engine], Skip | None], ...]] = (
 
 def missing_arguments(engine: Engine) -> list[str]:
     """Flags to append; those that the user set to what is needed stay."""
-    wanted = (
-        (TRANSFER_FLAG, TRANSFER_CONFIG, "--kv-t"),
-        (EVENTS_FLAG, EVENTS_CONFIG, "--kv-e"),
-        (HASH_FLAG, HASH_ALGORITHM, "--prefix-c"),
-    )
-    return [
-        part
-        for flag, value, shortest in wanted
-        if not engine.flags.has(flag, shortest=shortest)
-        for part in (flag, value)
-    ]
+    wanted = ((TRANSFER_FLAG, TRANSFER_CONFIG), (EVENTS_FLAG, EVENTS_CONFIG), (HASH_FLAG, HASH_ALGORITHM))
+    return [part for flag, value in wanted if not engine.flags.has(flag) for part in (flag, value)]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool_operator.webhook.contract import CONTAINER_ANNOTATION, DEFAULT_PORT, PORT_ANNOTATION, Manifest
-from kvpool_operator.webhook.engine_flags import Flags, expand
+from kvpool_operator.webhook.engine_flags import Flags
+from kvpool_operator.webhook.environment import expand, is_resolved, known_values
 from kvpool_operator.webhook.skip_reasons import (
     COMMAND_NOT_EXTENSIBLE,
     CONTAINER_NOT_FOUND,
@@ -89,9 +90,9 @@ def _why_not_one(containers: list[Manifest], found: list[tuple[int, Flags]], ski
 def engine_flags(container: Manifest, *, is_named: bool) -> Flags | Skip:
     """Flags of a container that is a vLLM server. is_named: the user says that it is one."""
     name = str(container.get("name"))
-    environment = container.get("env") or []
-    command = expand(container.get("command") or [], environment)
-    arguments = expand(container.get("args") or [], environment)
+    values = known_values(container)
+    command = tuple(expand(token, values) for token in container.get("command") or [])
+    arguments = tuple(expand(token, values) for token in container.get("args") or [])
     if not command:
         flags = _of_image(name, str(container.get("image", "")), arguments)
     else:
@@ -204,7 +205,7 @@ def _port(container: Manifest, flags: Flags, annotation: str | None, *, is_named
     text = annotation if annotation is not None else flags.value("--port")
     if text is None:
         text = str(declared[0] if is_named and len(declared) == 1 else DEFAULT_PORT)
-    elif "$(" in text and annotation is None and len(declared) == 1:
+    elif not is_resolved(text) and annotation is None and len(declared) == 1:
         text = str(declared[0])
     if text.isascii() and text.isdigit() and 0 < int(text) < 65536:
         return int(text)

@@ -21,8 +21,8 @@ from kvpool_operator.webhook.contract import (
 from kvpool_operator.webhook.engine_checks import ENGINE_CHECKS, missing_arguments
 from kvpool_operator.webhook.engine_command import Engine, find_engine
 from kvpool_operator.webhook.engine_memory import init_resources, raise_memory
+from kvpool_operator.webhook.environment import add_environment
 from kvpool_operator.webhook.pieces import (
-    add_environment,
     add_mounts,
     add_volumes,
     build_init_container,

@@ -1,4 +1,4 @@
-"""The pieces of an injected pod: init container, volumes, mounts, environment. Pure.
+"""The pieces of an injected pod: init container, volumes, mounts. Pure.
 
 Invariant: a piece that is there already, by its name, is left as it is.
 """
@@ -21,8 +21,6 @@ from kvpool_operator.webhook.engine_command import Engine
 from kvpool_operator.webhook.views import PoolView
 
 INIT_USER = 65532
-PYTHONPATH = "PYTHONPATH"
-USER_PYTHONPATH = "KVPOOL_USER_PYTHONPATH"
 
 
 def has_named(entries: list[Manifest] | None, name: str) -> bool:
@@ -92,31 +90,3 @@ def add_mounts(container: Manifest) -> None:
     paths = {CONNECTOR_VOLUME: CONNECTOR_PATH, SOCKET_VOLUME: SOCKET_PATH, TOKEN_VOLUME: TOKEN_PATH}
     for name, path in paths.items():
         _add(mounts, {"name": name, "mountPath": path, "readOnly": True})
-
-
-def add_environment(container: Manifest, port: int) -> None:
-    """Where the connector, the agent and the token are, and how routers reach the engine."""
-    environment = container["env"] = container.get("env") or []
-    _extend_python_path(container, environment)
-    _add(environment, {"name": "KVPOOL_SOCKET", "value": f"{SOCKET_PATH}/agent.sock"})
-    _add(environment, {"name": "KVPOOL_TOKEN_FILE", "value": f"{TOKEN_PATH}/token"})
-    _add(environment, {"name": "KVPOOL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-    _add(environment, {"name": "KVPOOL_ENDPOINT", "value": f"$(KVPOOL_POD_IP):{port}"})
-
-
-def _extend_python_path(container: Manifest, environment: list[Manifest]) -> None:
-    """Put the connector first and keep what the user set, in whatever way."""
-    own = next((entry for entry in environment if entry.get("name") == PYTHONPATH), None)
-    if own is None:
-        # A reference to a value from envFrom; where there is none it stays as it is and names a folder that does not exist.
-        suffix = f":$({PYTHONPATH})" if container.get("envFrom") else ""
-        environment.append({"name": PYTHONPATH, "value": CONNECTOR_PATH + suffix})
-    elif "valueFrom" in own:
-        index = environment.index(own)
-        environment[index : index + 1] = [
-            {**own, "name": USER_PYTHONPATH},
-            {"name": PYTHONPATH, "value": f"{CONNECTOR_PATH}:$({USER_PYTHONPATH})"},
-        ]
-    elif CONNECTOR_PATH not in str(own.get("value", "")).split(":"):
-        value = own.get("value")
-        own["value"] = f"{CONNECTOR_PATH}:{value}" if value else CONNECTOR_PATH

@@ -49,6 +49,7 @@ OWN_KV_EVENTS: Final = "OwnKvEvents"
 OWN_HASH_ALGORITHM: Final = "OwnHashAlgorithm"
 PREFIX_CACHING_OFF: Final = "PrefixCachingOff"
 CONFIG_FILE: Final = "ConfigFile"
+ARGUMENT_UNKNOWN: Final = "ArgumentUnknown"
 
 
 @dataclass(frozen=True, slots=True)
