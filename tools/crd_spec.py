@@ -14,6 +14,7 @@ from tools.crd_types import (
     choice,
     count,
     cpu,
+    endpoint,
     integer,
     items,
     label_selector,
@@ -166,11 +167,7 @@ def _external() -> Schema:
         {
             "endpoints": items(
                 "host:port of any of its nodes; the others of a cluster are found.",
-                text(
-                    "host:port, an IPv6 address in brackets.",
-                    max_length=262,
-                    pattern=r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{0,4}$",
-                ),
+                endpoint("host:port, an IPv6 address in brackets."),
                 max_items=32,
                 minItems=1,
                 **{LIST_TYPE: "set"},

@@ -21,6 +21,13 @@ LABEL_KEY = (
     "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 )
 LABEL_VALUE = "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+_PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HOST = "[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?"
+ENDPOINT = rf"^({_HOST}|\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]):{_PORT}$"
+ENDPOINT_MESSAGE = (
+    "an endpoint is host:port, the port from 1 to 65535, an IPv6 address in brackets: write it like "
+    "valkey.example.com:6379 or [fd00::1]:6379"
+)
 _CHARACTERS = "at most 63 letters, digits, '-', '_' and '.' with a letter or digit at both ends"
 KEY_MESSAGE = (
     f"a label's key is [prefix/]name, the name of {_CHARACTERS}: write it as kubectl get --show-labels shows it"
@@ -119,6 +126,12 @@ def quantity(description: str, *, low: str, high: str, example: str) -> Schema:
         pattern=QUANTITY,
         **{RULES: [rule(bounded, f"must be from {low} to {high}: write it like {example}")]},
     )
+
+
+def endpoint(description: str) -> Schema:
+    """host:port of a server."""
+    expression = "self.matches(r'" + ENDPOINT + "')"
+    return text(description, max_length=262, **{RULES: [rule(expression, ENDPOINT_MESSAGE)]})
 
 
 def cpu(description: str) -> Schema:

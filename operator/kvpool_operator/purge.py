@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpool_core.errors import ConfigError, KVPoolError
-from kvpool_operator.valkey.erase import Address, Erased, erase
+from kvpool_operator.valkey.erase import Address, Erased, erase, explain
 from kvpool_operator.valkey.wire import Access
 
 COMPLETE, UNREACHABLE, BAD_ARGUMENTS, INCOMPLETE = 0, 1, 2, 3
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(None, str(error))
         return BAD_ARGUMENTS
     except KVPoolError as error:
-        _tell(None, str(error))
+        _tell(None, explain(error))
         return UNREACHABLE
     _tell(erased, erased.problem)
     return INCOMPLETE if erased.problem else COMPLETE

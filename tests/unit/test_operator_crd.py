@@ -10,10 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool_operator.pool import parse_pool
 from tools import generate_api_docs, generate_crd
-from tools.crd_types import KEY_MESSAGE, LABEL_KEY, LABEL_VALUE, VALUE_MESSAGE
+from tools.crd_types import ENDPOINT, ENDPOINT_MESSAGE, KEY_MESSAGE, LABEL_KEY, LABEL_VALUE, VALUE_MESSAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("pool*.yaml"))
@@ -143,6 +145,37 @@ def test_wrong_values_are_refused_by_name(spec: dict[str, Any], named: str) -> N
 def test_labels_that_no_object_can_have_are_refused(text: str, *, is_key: bool, is_value: bool) -> None:
     assert (re.search(LABEL_KEY, text) is not None) == is_key
     assert (re.search(LABEL_VALUE, text) is not None) == is_value
+
+
+@pytest.mark.parametrize(
+    ("text", "is_endpoint"),
+    [
+        ("valkey:6379", True),
+        ("valkey.example.com:1", True),
+        ("10.0.0.1:65535", True),
+        ("[fd00::1]:6379", True),
+        ("[::ffff:10.0.0.1]:6379", True),
+        ("valkey:0", False),
+        ("valkey:65536", False),
+        ("valkey:99999", False),
+        ("valkey:06379", False),
+        ("valkey", False),
+        ("fd00::1:6379", False),
+        ("[10.0.0.1]:6379", False),
+        ("[valkey]:6379", False),
+        (":6379", False),
+        ("redis://valkey:6379", False),
+    ],
+)
+def test_endpoints_that_nothing_can_be_at_are_refused(text: str, *, is_endpoint: bool) -> None:
+    assert (re.search(ENDPOINT, text) is not None) == is_endpoint
+    rules = ALL["$.spec.valkey.external.endpoints[]"]["x-kubernetes-validations"]
+    assert [(one["rule"], one["message"]) for one in rules] == [(f"self.matches(r'{ENDPOINT}')", ENDPOINT_MESSAGE)]
+
+
+@given(st.integers(0, 100_000))
+def test_ports_are_from_1_to_65535(port: int) -> None:
+    assert (re.search(ENDPOINT, f"valkey:{port}") is not None) == (1 <= port <= 65535)
 
 
 @pytest.mark.parametrize(

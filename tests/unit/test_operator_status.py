@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from kvpool_operator.observed import (
 )
 from kvpool_operator.status import build_status
 from kvpool_operator.status.condition import Condition, changed, merge
+from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS
 from tests.unit.operator_pools import EXTERNAL, MANAGED, make_pool
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NOW = "2026-01-01T12:00:00Z"
 NODE = Node(name="node-1", memory_bytes=8 << 30)
@@ -246,6 +250,25 @@ def test_external_valkey_is_what_agents_say(state: str, status: str, reason: str
     tier = found(observed, reasons.VALKEY_AVAILABLE, valkey=EXTERNAL)
 
     assert (tier["status"], tier["reason"]) == (status, reason)
+
+
+@pytest.mark.parametrize(
+    ("state", "detail"),
+    [
+        ("unreachable", "forbidden"),
+        ("unreachable", "3 of 3 shards: forbidden"),
+        ("degraded", "forbidden: the user lacks +set: give it +@read on keys that begin with the pool's key prefix"),
+    ],
+)
+def test_right_that_valkeys_user_lacks_is_named_with_all_that_it_needs(state: str, detail: str) -> None:
+    observed = seen(stats={"a": AgentStats(is_ready=True, valkey_state=state, valkey_detail=detail)})
+
+    condition = found(observed, reasons.VALKEY_AVAILABLE, valkey=EXTERNAL)
+
+    assert (condition["status"], condition["reason"]) == ("False", reasons.VALKEY_FORBIDDEN)
+    assert condition["message"].count(EXTERNAL_RIGHTS) == 1
+    for page in ("docs/troubleshooting.md", "examples/pool-external-valkey.yaml"):
+        assert EXTERNAL_RIGHTS in (ROOT / page).read_text()
 
 
 def test_lost_shard_is_named_and_ready_ends() -> None:

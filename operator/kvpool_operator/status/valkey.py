@@ -6,6 +6,7 @@ the agents' word alone: the operator has no way to it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from kvpool_operator import names, reasons
@@ -14,8 +15,11 @@ from kvpool_operator.pool import Pool
 from kvpool_operator.status.agents import node_map
 from kvpool_operator.status.condition import Condition, Problem, fails, holds, unknown
 from kvpool_operator.status.problems import creation_problem, pod_problem
+from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS
 
 KIND = reasons.VALKEY_AVAILABLE
+_FORBIDDEN = re.compile(r"\bforbidden\b")
+"""An agent's word for a right that its user lacks; whatever its state is, nothing but the right mends it."""
 
 
 def valkey_condition(pool: Pool, observed: Observed) -> Condition:
@@ -77,6 +81,14 @@ def _external(pool: Pool, observed: Observed) -> Condition:
 def _said_by_agents(all_stats: Iterable[AgentStats]) -> Condition | None:
     """What agents find wrong, worst first; None when they find nothing wrong."""
     asked = [stats for stats in all_stats if stats.valkey_state]
+    forbidden = [stats for stats in asked if _FORBIDDEN.search(stats.valkey_detail)]
+    if forbidden:
+        lacking = forbidden[0].valkey_detail.partition(": give it")[0]  # the remedy is ours
+        message = (
+            f"{len(forbidden)} of {len(asked)} agents say: Valkey forbids the user a command that is needed: give it "
+            f"{EXTERNAL_RIGHTS} on keys that begin with the prefix ({lacking})"
+        )
+        return fails(KIND, Problem(reasons.VALKEY_FORBIDDEN, message))
     worst = (
         (
             "unauthenticated",

@@ -12,6 +12,8 @@ import re
 from kvpool_core.errors import ConfigError
 
 OPERATOR, AGENT, REPLICATION = "operator", "agent", "replication"
+EXTERNAL_RIGHTS = "+@read +@write +@connection +cluster +info"
+"""What the user of an external Valkey needs on the pool's keys, for agents and for the purge."""
 _PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,256}")
 """What we generate; nothing that would need quoting in Valkey's files."""
 _GLOB = re.compile(r"([\\*?\[\]^])")

@@ -19,8 +19,8 @@ from valkey.crc import key_slot
 from valkey.exceptions import NoPermissionError, ReadOnlyError, ResponseError
 
 from kvpool_core.errors import ConfigError, KVPoolError
-from kvpool_operator.valkey.acl import escape_glob
-from kvpool_operator.valkey.wire import Access, Arguments, Reply, Wire
+from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS, escape_glob
+from kvpool_operator.valkey.wire import Access, Arguments, Reply, ValkeyForbiddenError, Wire
 
 Address = tuple[str, int]
 
@@ -100,6 +100,13 @@ def find_primaries(endpoints: Sequence[Address], access: Access) -> list[Address
     return replicas[:1]
 
 
+def explain(error: KVPoolError) -> str:
+    """An error with what to do about it."""
+    if isinstance(error, ValkeyForbiddenError):
+        return f"{error}: give the user {EXTERNAL_RIGHTS} on keys that begin with the prefix"
+    return str(error)
+
+
 class _Eraser:
     """One node's part of a pass."""
 
@@ -121,7 +128,7 @@ class _Eraser:
                 self._in_slots = _is_cluster(wire)
                 self._scan(wire)
         except KVPoolError as error:
-            self._problem = str(error)
+            self._problem = explain(error)
         return Erased(self._deleted, self._remaining() if self._problem else 0, self._problem)
 
     def _limited(self) -> Access:
