@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool_operator.webhook import contract
 from kvpool_operator.webhook import skip_reasons as reasons
@@ -276,11 +278,10 @@ def init_container(pod: Manifest) -> Manifest:
     return container
 
 
-def test_the_init_container_is_restricted_and_always_bounded() -> None:
+def test_the_init_container_is_restricted() -> None:
     container = init_container(injected(engine_pod()))
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["runAsNonRoot"] is True
-    assert container["resources"]["limits"] == container["resources"]["requests"] == {"cpu": "100m", "memory": "128Mi"}
 
 
 @pytest.mark.parametrize(
@@ -300,14 +301,53 @@ def test_the_init_container_runs_as_the_engines_user_but_never_as_root(
     assert init_container(injected(pod))["securityContext"]["runAsUser"] == expected
 
 
-def test_the_init_container_asks_for_what_the_engine_has() -> None:
-    resources = {
-        "requests": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"},
-        "limits": {"memory": "10Gi", "nvidia.com/gpu": "1", "ephemeral-storage": "1Gi"},
-    }
-    found = init_container(injected(engine_pod(resources=resources)))["resources"]
-    assert found["requests"] == {"cpu": "2", "memory": "8Gi", "ephemeral-storage": "1Gi"}
-    assert found["limits"] == {"cpu": "2", "memory": "10Gi", "ephemeral-storage": "1Gi"}
+@pytest.mark.parametrize(
+    ("of_engine", "expected"),
+    [
+        ({}, {}),
+        ({"limits": {"nvidia.com/gpu": "1"}}, {}),
+        ({"requests": {"cpu": "2"}}, {"requests": {"cpu": "2"}}),
+        ({"limits": {"memory": "64Mi"}}, {"limits": {"memory": "64Mi"}}),
+        (
+            {
+                "requests": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"},
+                "limits": {"memory": "10Gi", "nvidia.com/gpu": "1", "ephemeral-storage": "1Gi"},
+            },
+            {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"memory": "10Gi", "ephemeral-storage": "1Gi"}},
+        ),
+    ],
+)
+def test_the_init_container_asks_for_what_the_engine_asks_for(of_engine: Manifest, expected: Manifest) -> None:
+    assert init_container(injected(engine_pod(resources=of_engine))).get("resources", {}) == expected
+
+
+AMOUNTS = st.dictionaries(
+    st.sampled_from(["cpu", "memory", "ephemeral-storage", "nvidia.com/gpu"]), st.sampled_from(["1", "2Gi", "500M"])
+)
+RESOURCES = st.fixed_dictionaries({}, optional={"requests": AMOUNTS, "limits": AMOUNTS})
+
+
+def qos_class(pod: Manifest) -> str:
+    """As k8s.io/kubernetes/pkg/apis/core/helper/qos computes it."""
+    resources = [
+        each.get("resources") or {} for each in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+    ]
+    counted = ("cpu", "memory")
+    amounts = [(kind, name) for each in resources for kind, of in each.items() for name in of if name in counted]
+    if not amounts:
+        return "BestEffort"
+    for each in resources:
+        limits, requests = each.get("limits", {}), {**each.get("limits", {}), **each.get("requests", {})}
+        if any(name not in limits or requests[name] != limits[name] for name in counted):
+            return "Burstable"
+    return "Guaranteed"
+
+
+@given(of_engine=RESOURCES, of_other=RESOURCES)
+def test_a_pod_keeps_its_quality_of_service(of_engine: Manifest, of_other: Manifest) -> None:
+    pod = engine_pod(resources=of_engine)
+    pod["spec"]["containers"].append({"name": "other", "image": "x", "resources": of_other})
+    assert qos_class(injected(pod)) == qos_class(pod)
 
 
 def memory_of(pod: Manifest) -> tuple[str, str]:
@@ -330,6 +370,12 @@ def bounded(request: str, limit: str) -> Manifest:
         (("8Gi", "8Gi"), ("--tensor-parallel-size=2", "--data_parallel_size", "2"), ("8704Mi", "8704Mi")),
         (("8Gi", ""), (), ("8Gi", "")),
         (("1e9", "1e9"), (), ("1134217728", "1134217728")),
+        (("8G", "8G"), (), ("8134217728", "8134217728")),
+        (("8192Mi", "8Gi"), (), ("8320Mi", "8320Mi")),
+        (("8589934592000m", "8.0Gi"), (), ("8320Mi", "8320Mi")),
+        (("1", "9E"), (), ("1", "9000000000134217728")),
+        (("1", "9223372036854775807"), (), ("1", "9223372036854775807")),
+        (("100m", "100m"), (), ("100m", "100m")),
     ],
 )
 def test_page_tables_of_the_arena_are_added_to_a_limit(
@@ -393,6 +439,21 @@ def test_what_else_the_pod_reserves_counts_beside_its_engine() -> None:
         ("1.5Ki", 1536),
         ("1e3", 1000),
         ("100m", None),
+        ("3000m", 3),
+        ("2e9u", 2000),
+        ("1E", 10**18),
+        ("1E2", 100),
+        ("7Ei", 7 << 60),
+        ("8Ei", None),
+        (".5Gi", 1 << 29),
+        ("+1k", 1000),
+        ("-1", None),
+        ("1e999999", None),
+        ("Infinity", None),
+        ("NaN", None),
+        ("1_0", None),
+        ("1 Gi", None),
+        ("1ki", None),
         ("", None),
         ("x", None),
         (None, None),

@@ -8,7 +8,8 @@ asked more for than a node has.
 from __future__ import annotations
 
 import math
-from decimal import Decimal, InvalidOperation
+import re
+from decimal import Decimal
 
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_command import Engine
@@ -18,28 +19,25 @@ from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 MIB = 1 << 20
 GIB = 1 << 30
 PAGE_TABLES_PER_GIB = 2 * MIB
-INIT_DEFAULTS = {"cpu": "100m", "memory": "128Mi"}
-"""What copying the connector (under 1 MB) needs, with room for the interpreter; where the engine asks for nothing itself."""
+MOST_BYTES = (1 << 63) - 1
+"""The largest quantity there is."""
 COPIED = ("cpu", "memory", "ephemeral-storage")
 
-_SUFFIXES = {
+_QUANTITY = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)([numkMGTPE]?|[KMGTPE]i)")
+_SUFFIXES: dict[str, Decimal | int] = {
+    "n": Decimal(10) ** -9, "u": Decimal(10) ** -6, "m": Decimal(10) ** -3,
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18,
     "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60,
 }  # fmt: skip
 
 
 def memory_bytes(text: object) -> int | None:
-    """Bytes of a Kubernetes quantity; None where it is not whole bytes."""
-    written = str(text)
-    number = written.rstrip("KMGTPEkim")
-    suffix = written[len(number) :]
-    if suffix not in _SUFFIXES:
+    """Bytes of a Kubernetes quantity; None where it is none, or not whole bytes."""
+    found = _QUANTITY.fullmatch(str(text))
+    if found is None:
         return None
-    try:
-        amount = Decimal(number) * _SUFFIXES[suffix]
-    except InvalidOperation:
-        return None
-    return int(amount) if amount == amount.to_integral_value() else None
+    amount = Decimal(found[1]) * _SUFFIXES[found[2]]
+    return int(amount) if amount == amount.to_integral_value() and amount <= MOST_BYTES else None
 
 
 def page_table_bytes(engine: Engine, pool: PoolView) -> int:
@@ -68,7 +66,7 @@ def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: Names
     if limit is None or not extra or namespace.bounds_memory or pod["spec"].get("resources"):
         return
     is_request_raised = request in (None, limit)
-    if is_request_raised and not _fits_a_node(pod, pool, extra):
+    if limit + extra > MOST_BYTES or (is_request_raised and not _fits_a_node(pod, pool, extra)):
         return
     limits["memory"] = _quantity(limit + extra)
     if request == limit:
@@ -97,22 +95,16 @@ def _quantity(amount: int) -> str:
 
 
 def init_resources(pod: Manifest, engine: Engine) -> Manifest:
-    """The engine's own amounts: they are free by the time it starts, and pass the same quotas and limit ranges.
+    """What the engine asks for, and nothing that it does not: so the pod asks for no more than before.
 
-    With a limit of the whole pod: none, since a container's may not exceed it.
+    What init containers ask for is free again when the engine starts. Equal amounts pass the same quotas and limit ranges,
+    and leave the pod its QoS class. With resources of the whole pod: none, since a container's may not exceed them.
     """
     if pod["spec"].get("resources"):
         return {}
-    resources = engine.container.get("resources") or {}
-    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
-    amounts = {
-        name: (requests.get(name) or limits.get(name), limits.get(name) or requests.get(name))
-        for name in COPIED
-        if requests.get(name) or limits.get(name)
+    own = engine.container.get("resources") or {}
+    copied = {
+        kind: {name: amount for name, amount in (own.get(kind) or {}).items() if name in COPIED}
+        for kind in ("requests", "limits")
     }
-    for name, amount in INIT_DEFAULTS.items():
-        amounts.setdefault(name, (amount, amount))
-    return {
-        "requests": {name: request for name, (request, _) in amounts.items()},
-        "limits": {name: limit for name, (_, limit) in amounts.items()},
-    }
+    return {kind: amounts for kind, amounts in copied.items() if amounts}
