@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool_operator.webhook import skip_reasons as reasons
 from kvpool_operator.webhook.contract import Manifest
-from kvpool_operator.webhook.placement import may_land
+from kvpool_operator.webhook.inject import stamp_skip
+from kvpool_operator.webhook.placement import may_land, may_land_now
 from kvpool_operator.webhook.pool_reference import pool_reference
 from kvpool_operator.webhook.skip_reasons import Skip
 from kvpool_operator.webhook.views import NamespaceFacts, NodeView, Taint
@@ -279,4 +282,54 @@ def test_a_pod_that_needs_a_device_does_not_land_where_there_is_none() -> None:
     pod = engine_pod(resources={"limits": {"nvidia.com/gpu": "1", "memory": "1Gi"}})
     assert not may_land(pod, NodeView("plain", allocatable=frozenset({"cpu", "memory"})))
     assert may_land(pod, NodeView("gpu", allocatable=frozenset({"cpu", "memory", "nvidia.com/gpu"})))
-    assert not may_land(engine_pod(), NodeView("cordoned", unschedulable=True))
+
+
+def toleration(key: str, **more: str) -> Manifest:
+    """A spec that tolerates one taint."""
+    return {"tolerations": [{"key": key, "operator": "Exists", **more}]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, False),
+        (toleration("node.kubernetes.io/unschedulable"), True),
+        (toleration("node.kubernetes.io/unschedulable", effect="NoSchedule"), True),
+        (toleration("node.kubernetes.io/unschedulable", effect="NoExecute"), False),
+        ({"tolerations": [{"operator": "Exists"}]}, True),
+        ({"nodeName": "cordoned"}, True),
+        ({"nodeName": "other"}, False),
+    ],
+)
+def test_a_cordoned_node_counts_where_the_pod_tolerates_it(spec: Manifest, expected: bool) -> None:
+    taint = Taint("node.kubernetes.io/unschedulable", "", "NoSchedule")
+    for taints in ((), (taint,)):
+        node = NodeView("cordoned", unschedulable=True, taints=taints)
+        assert may_land(pod_with(**spec), node) is may_land_now(pod_with(**spec), node) is expected
+
+
+def test_a_node_that_is_not_ready_will_be_again() -> None:
+    node = NodeView("b", taints=(Taint("node.kubernetes.io/not-ready", "", "NoSchedule"),))
+    assert may_land(engine_pod(), node)
+    assert not may_land_now(engine_pod(), node)
+    never = pool_with(image_pull_policy="Never", nodes=(A, node), nodes_with_image=frozenset({"a"}))
+    assert skip_reason(engine_pod(), never) == reasons.IMAGE_MISSING_ON_NODE
+
+
+# --- what stands on the pod -------------------------------------------------------------------------------------------
+
+
+@given(message=st.text())
+def test_what_is_written_on_the_pod_is_one_short_line(message: str) -> None:
+    text = Skip("PolicyRefuses", message).text
+    assert len(text) <= 1000
+    assert text.isprintable()
+    assert len(message) > 900 or len(text) == len(f"PolicyRefuses: {message}")
+
+
+def test_a_long_refusal_is_cut_where_it_is_written() -> None:
+    skip = Skip("PolicyRefuses", "no\n\x1b[31m" + "x" * 100_000)
+    written = stamp_skip(engine_pod(), skip)["metadata"]["annotations"]["kvpool.io/skip-reason"]
+    assert written.startswith("PolicyRefuses: no  [31mxxx")
+    assert written.endswith("x…")
+    assert len(written) == 1000

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_command import Engine
-from kvpool_operator.webhook.placement import may_land
+from kvpool_operator.webhook.placement import may_land_now
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: Names
 
 def _fits_a_node(pod: Manifest, pool: PoolView, extra: int) -> bool:
     """Whether some node where the pod may land has that much more; also where no such node is known."""
-    rooms = [node.memory_bytes for node in pool.nodes if may_land(pod, node)]
+    rooms = [node.memory_bytes for node in pool.nodes if may_land_now(pod, node)]
     wanted = _requested_bytes(pod["spec"]) + extra
     return not rooms or any(room == 0 or room >= wanted for room in rooms)
 

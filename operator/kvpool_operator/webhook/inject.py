@@ -148,6 +148,6 @@ def stamp_skip(pod: Manifest, skip: Skip) -> Manifest:
     changed = copy.deepcopy(pod)
     metadata = changed.setdefault("metadata", {})
     annotations = metadata["annotations"] = metadata.get("annotations") or {}
-    annotations[SKIPPED_ANNOTATION] = f"{skip.reason}: {skip.message}"
+    annotations[SKIPPED_ANNOTATION] = skip.text
     annotations.pop(INJECTED_ANNOTATION, None)
     return changed

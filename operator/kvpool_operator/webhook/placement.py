@@ -11,20 +11,50 @@ from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.views import NodeView, Taint
 
 _ORDINARY = frozenset({"cpu", "memory", "ephemeral-storage"})
+_CORDON = Taint("node.kubernetes.io/unschedulable", "", "NoSchedule")
+_PASSING = frozenset(
+    f"node.kubernetes.io/{condition}"
+    for condition in (
+        "not-ready",
+        "unreachable",
+        "memory-pressure",
+        "disk-pressure",
+        "pid-pressure",
+        "network-unavailable",
+    )
+)
+"""Taints that come and go with the node's condition: a pod that waits lands there later."""
 
 
 def may_land(pod: Manifest, node: NodeView) -> bool:
-    """Whether nothing in the pod's spec keeps it off the node."""
+    """Whether nothing in the pod's spec keeps it off the node, now or once the node is well again."""
+    return _matches(pod, node) and all(taint.key in _PASSING or _accepts(pod, taint) for taint in _taints(node))
+
+
+def may_land_now(pod: Manifest, node: NodeView) -> bool:
+    """Whether nothing keeps it off the node as that is now."""
+    return _matches(pod, node) and all(_accepts(pod, taint) for taint in _taints(node))
+
+
+def _matches(pod: Manifest, node: NodeView) -> bool:
     spec = pod.get("spec", {})
     if spec.get("nodeName"):
         return bool(spec["nodeName"] == node.name)
     return (
-        not node.unschedulable
-        and all(node.labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
+        all(node.labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
         and _affinity_allows(spec, node)
-        and all(_is_tolerated(taint, spec.get("tolerations") or []) for taint in node.taints)
         and _devices(spec) <= node.allocatable
     )
+
+
+def _taints(node: NodeView) -> Iterable[Taint]:
+    return (*node.taints, _CORDON) if node.unschedulable else node.taints
+
+
+def _accepts(pod: Manifest, taint: Taint) -> bool:
+    """A pod that names its node does not ask the scheduler, which is who looks at taints."""
+    spec = pod.get("spec", {})
+    return bool(spec.get("nodeName")) or _is_tolerated(taint, spec.get("tolerations") or [])
 
 
 def _devices(spec: Manifest) -> set[str]:

@@ -70,10 +70,10 @@ class PodReviewer:
                 return allow(uid, "injected", patch=json_patch(pod, decision.pod), pod=text)
             case AlreadyInjected():
                 return allow(uid, "already", pod=text)
-            case Skip(reason, message):
+            case Skip():
                 patch = json_patch(pod, stamp_skip(pod, decision))
-                warning = f"the pod is not given the cache: {reason}: {message}"
-                return allow(uid, "skipped", reason=reason, patch=patch, warning=warning, pod=text)
+                warning = f"the pod is not given the cache: {decision.text}"
+                return allow(uid, "skipped", reason=decision.reason, patch=patch, warning=warning, pod=text)
 
     def _decide(self, pod: Manifest, namespace: str) -> Injection | Skip | AlreadyInjected:
         reference = pool_reference(pod, namespace)

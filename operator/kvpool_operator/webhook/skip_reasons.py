@@ -52,12 +52,22 @@ CONFIG_FILE: Final = "ConfigFile"
 ARGUMENT_UNKNOWN: Final = "ArgumentUnknown"
 
 
+MOST_CHARACTERS = 1000
+"""Of what is written on a pod; all its annotations together may have 256 KiB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skip:
     """The pod stays as it is; `message` says what was found and what to do."""
 
     reason: str
     message: str
+
+    @property
+    def text(self) -> str:
+        """Both, as one line of at most MOST_CHARACTERS: what an API server or policy says may be long, and anything."""
+        line = "".join(each if each.isprintable() else " " for each in f"{self.reason}: {self.message}")
+        return line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 1]}…"
 
 
 def all_reasons() -> tuple[str, ...]:
