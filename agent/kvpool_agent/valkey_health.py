@@ -25,10 +25,11 @@ from kvpool_agent.valkey_breaker import (
 from kvpool_agent.valkey_connection import Failure
 from kvpool_agent.valkey_keys import BlockKey
 from kvpool_agent.valkey_metrics import ValkeyMetrics
+from kvpool_agent.valkey_rights import remedy_of
 
 logger = logging.getLogger(__name__)
 
-OPENS_AT_ONCE = frozenset({Failure.TIMEOUT, Failure.UNAUTHENTICATED})
+OPENS_AT_ONCE = frozenset({Failure.TIMEOUT, Failure.UNAUTHENTICATED, Failure.FORBIDDEN})
 UNAUTHENTICATED_FACTOR = 3
 """A refused login is tried again this many times more slowly."""
 
@@ -38,6 +39,8 @@ class _Shard:
     link: Breaker = field(default_factory=Breaker)
     writes: Breaker = field(default_factory=Breaker)
     failure: Failure | None = None
+    remedy: str = ""
+    write_remedy: str = ""
     run_id: str | None = None
     sample: BlockKey | None = None
 
@@ -81,14 +84,16 @@ class ShardHealth:
     def failed(self, name: str, failure: Failure, detail: object, *, key: BlockKey | None = None) -> None:
         """An exchange with the shard failed. `key`: what was asked for; a probe will ask for it again."""
         self._metrics.failure(failure.value)
+        remedy = remedy_of(str(detail)) if failure is Failure.FORBIDDEN else ""
         with self._lock:
             shard = self._shard(name)
             before = shard.link
-            shard.failure, shard.sample = failure, key or shard.sample
+            shard.failure, shard.sample, shard.remedy = failure, key or shard.sample, remedy
             shard.link = self._after_failure(shard.link, failure)
         if is_closed(before) and not is_closed(shard.link):
             self._metrics.breaker(name, True)
-            logger.warning("valkey shard=%s breaker=open reason=%s detail=%r", name, failure.value, str(detail))
+            detail = remedy or str(detail)
+            logger.warning("valkey shard=%s breaker=open reason=%s detail=%r", name, failure.value, detail)
 
     def write_succeeded(self, name: str) -> None:
         """The shard took a write."""
@@ -101,11 +106,14 @@ class ShardHealth:
     def write_refused(self, name: str, failure: Failure, detail: object) -> None:
         """The shard answered a write with an error."""
         self._metrics.failure(failure.value)
+        remedy = remedy_of(str(detail)) if failure is Failure.FORBIDDEN else ""
         with self._lock:
             shard = self._shard(name)
             before, shard.writes = shard.writes, self._after_failure(shard.writes, failure)
+            shard.write_remedy = remedy
         if is_closed(before) and not is_closed(shard.writes):
-            logger.warning("valkey shard=%s writes=refused reason=%s detail=%r", name, failure.value, str(detail))
+            detail = remedy or str(detail)
+            logger.warning("valkey shard=%s writes=refused reason=%s detail=%r", name, failure.value, detail)
 
     def begin_due_probes(self) -> list[tuple[str, BlockKey | None]]:
         """Shards to probe now, each with a key that it should serve if one is known."""
@@ -145,6 +153,13 @@ class ShardHealth:
         """Of each shard: None = usable, else why not."""
         with self._lock:
             return [None if is_closed(s.link) else s.failure or Failure.CONNECTION for s in self._shards.values()]
+
+    def remedies(self) -> list[str]:
+        """What to do about rights that the user lacks; each once."""
+        with self._lock:
+            found = {shard.remedy for shard in self._shards.values() if not is_closed(shard.link)}
+            found |= {shard.write_remedy for shard in self._shards.values() if not is_closed(shard.writes)}
+        return sorted(found - {""})
 
     def _shard(self, name: str) -> _Shard:
         if name not in self._shards:

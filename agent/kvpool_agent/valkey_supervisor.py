@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from valkey.exceptions import ValkeyClusterException
+
 from kvpool_agent.valkey_connection import Failure, failure_of
 from kvpool_agent.valkey_exchange import Request
 from kvpool_agent.valkey_keys import BlockKey, part_name
 from kvpool_agent.valkey_link import EXCHANGE_ERRORS, ValkeyLink
+from kvpool_agent.valkey_rights import remedy_of
 from kvpool_agent.valkey_settings import ValkeySettings
 from kvpool_agent.valkey_topology import discover
 
@@ -33,6 +36,9 @@ CONNECT_BACKOFF_SECONDS = (0.2, 5.0)
 UNAUTHENTICATED_BACKOFF_SECONDS = 5.0
 """A refused login is not tried more often: the server logs each."""
 
+PROCESS_REQUESTS: tuple[Request, ...] = ((b"INFO", b"server"), (b"PING",))
+"""Both by every look: a right that is missing shall not show only when a shard that failed is to be used again."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierState:
@@ -42,17 +48,25 @@ class TierState:
     detail: str = ""
 
 
-def judge(*, is_found: bool, connect_failure: Failure | None, shards: Sequence[Failure | None]) -> TierState:
-    """State of the tier. shards: per shard None when usable, else why not."""
+def judge(
+    *,
+    is_found: bool,
+    connect_failure: Failure | None,
+    shards: Sequence[Failure | None],
+    remedies: Sequence[str] = (),
+) -> TierState:
+    """State of the tier. shards: per shard None when usable, else why not. remedies: for rights that the user lacks."""
+    forbidden = f"{Failure.FORBIDDEN.value}: {'; '.join(remedies)}"
     if not is_found:
         if connect_failure is None:
             return TierState("connecting")
         state = "unauthenticated" if connect_failure is Failure.UNAUTHENTICATED else "unreachable"
-        return TierState(state, connect_failure.value)
+        return TierState(state, forbidden if remedies else connect_failure.value)
     failed = [failure for failure in shards if failure is not None]
     if not failed:
-        return TierState("connected", f"{len(shards)} shards")
-    detail = f"{len(failed)} of {len(shards)} shards: {', '.join(sorted({failure.value for failure in failed}))}"
+        return TierState("degraded", forbidden) if remedies else TierState("connected", f"{len(shards)} shards")
+    kinds = sorted({failure.value for failure in failed} - ({Failure.FORBIDDEN.value} if remedies else set()))
+    detail = f"{len(failed)} of {len(shards)} shards: {', '.join([*kinds, *([forbidden] if remedies else [])])}"
     if len(failed) < len(shards):
         return TierState("degraded", detail)
     return TierState("unauthenticated" if Failure.UNAUTHENTICATED in failed else "unreachable", detail)
@@ -75,6 +89,7 @@ class ValkeySupervisor:
         self._on_cleared = on_cleared
         self._on_shards = on_shards
         self._connect_failure: Failure | None = None
+        self._connect_remedies: list[str] = []
         self._backoff_seconds = CONNECT_BACKOFF_SECONDS[0]
         self._checked_at = self._refreshed_at = 0.0
         self._is_check_wanted = False
@@ -98,6 +113,7 @@ class ValkeySupervisor:
             is_found=self._link.topology is not None,
             connect_failure=self._connect_failure,
             shards=self._health.failures(),
+            remedies=self._health.remedies() if self._link.topology is not None else self._connect_remedies,
         )
 
     def _run(self) -> None:
@@ -148,11 +164,14 @@ class ValkeySupervisor:
         return 0.0
 
     def _note_connect_failure(self, error: BaseException) -> float:
-        failure = _root_failure(error)
+        error = _root(error)
+        failure = failure_of(error)
         self._link.metrics.failure(failure.value)
-        if failure is not self._connect_failure:
-            self._connect_failure = failure
-            logger.warning("valkey state=%s reason=%s detail=%r", self.state().state, failure.value, str(error))
+        remedies = [remedy_of(str(error))] if failure is Failure.FORBIDDEN else []
+        if (failure, remedies) != (self._connect_failure, self._connect_remedies):
+            self._connect_failure, self._connect_remedies = failure, remedies
+            detail = "; ".join(remedies) or str(error)
+            logger.warning("valkey state=%s reason=%s detail=%r", self.state().state, failure.value, detail)
         if failure is Failure.UNAUTHENTICATED:
             return UNAUTHENTICATED_BACKOFF_SECONDS * random.uniform(1.0, 1.5)
         wait_seconds = self._backoff_seconds * random.uniform(1.0, 1.5)
@@ -166,7 +185,7 @@ class ValkeySupervisor:
         pool = self._link.topology.pool(shard) if self._link.topology is not None else None
         if pool is not None:
             pool.disconnect(inuse_connections=False)
-        requests: list[Request] = [(b"INFO", b"server"), (b"PING",)]
+        requests = list(PROCESS_REQUESTS)
         if key is not None:
             requests.append((b"EXISTS", part_name(self._settings.key_prefix, key, 0)))
         self._ask_process(shard, requests)
@@ -177,9 +196,9 @@ class ValkeySupervisor:
         self._checked_at, self._is_check_wanted = time.monotonic(), False
         for shard in self._link.topology.shards():
             if self._health.is_usable(shard):
-                self._ask_process(shard, [(b"INFO", b"server")])
+                self._ask_process(shard, PROCESS_REQUESTS)
 
-    def _ask_process(self, shard: str, requests: list[Request]) -> None:
+    def _ask_process(self, shard: str, requests: Sequence[Request]) -> None:
         for index, reply in self._link.ask(shard, requests, op="probe"):
             if (
                 index == 0
@@ -197,18 +216,20 @@ class ValkeySupervisor:
         try:
             topology.refresh(self._health.is_usable)
         except EXCHANGE_ERRORS as error:
-            self._link.metrics.failure(_root_failure(error).value)
+            self._link.metrics.failure(failure_of(_root(error)).value)
             return
         self._on_shards(len(topology.shards()))
         if self._health.keep_only(topology.shards()):
             self._on_cleared()
 
 
-def _root_failure(error: BaseException) -> Failure:
-    """valkey-py wraps the last node's error when no node of a cluster answers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return failure_of(error)
+def _root(error: BaseException) -> BaseException:
+    """valkey-py wraps the last node's error when no node of a cluster answers, and what that node says to CLUSTER SLOTS."""
+    while True:
+        hidden = error.__context__ if isinstance(error, ValkeyClusterException) else None
+        if (inner := error.__cause__ or hidden) is None:
+            return error
+        error = inner
 
 
 def _run_id(info: bytes | bytearray) -> str:
