@@ -49,8 +49,14 @@ def test_all_modules_are_copied_and_nothing_else(connector: Path) -> None:
         "kvpool_vllm/connector.py",
         "sitecustomize.py",
     } <= files.keys()
-    assert all(name.endswith(".py") for name in files)
-    assert {name.partition("/")[0] for name in files} == {"kvpool_core", "kvpool_vllm", "sitecustomize.py"}
+    metadata = {"kvpool_connector-0.dist-info/METADATA", "kvpool_connector-0.dist-info/entry_points.txt"}
+    assert metadata <= files.keys()
+    assert all(name.endswith(".py") for name in files.keys() - metadata)
+    assert {name.partition("/")[0] for name in files.keys() - metadata} == {
+        "kvpool_core",
+        "kvpool_vllm",
+        "sitecustomize.py",
+    }
     assert sum(map(len, files.values())) < 1 << 20, "the folder's size is limited"
 
 
@@ -71,7 +77,12 @@ def test_a_repeated_copy_replaces_what_another_release_left(connector: Path) -> 
     (connector / "kvpool_vllm" / "entry.py").write_text("broken")
     inject(connector)
     assert contents(connector) == before
-    assert sorted(path.name for path in connector.iterdir()) == ["kvpool_core", "kvpool_vllm", "sitecustomize.py"]
+    assert sorted(path.name for path in connector.iterdir()) == [
+        "kvpool_connector-0.dist-info",
+        "kvpool_core",
+        "kvpool_vllm",
+        "sitecustomize.py",
+    ]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(
@@ -256,6 +267,60 @@ def test_a_supported_version_that_is_not_as_expected_gets_an_inert_connector(
     assert "Error: " in log
 
 
+ARG_UTILS = """
+from types import SimpleNamespace
+class EngineArgs:
+    def __init__(self, module):
+        self.kv_transfer_config = SimpleNamespace(kv_connector_module_path=module) if module else None
+    def create_model_config(self):
+        return SimpleNamespace(is_encoder_decoder=IS_ENCODER_DECODER)
+"""
+USE_PLUGINS = """
+import importlib.metadata, json, sys
+[plugin] = importlib.metadata.entry_points(group="vllm.general_plugins")
+for _ in range(2):
+    plugin.load()()
+from vllm.engine.arg_utils import EngineArgs
+kept = []
+for module in ("kvpool_vllm.entry", "mine", ""):
+    arguments = EngineArgs(module)
+    arguments.create_model_config()
+    kept.append(getattr(arguments.kv_transfer_config, "kv_connector_module_path", None))
+print(json.dumps([plugin.name, kept]))
+"""
+
+
+@pytest.mark.parametrize(("is_encoder_decoder", "kept"), [(True, None), (False, "kvpool_vllm.entry")])
+def test_an_encoder_decoder_model_starts_without_our_connector(
+    connector: Path, tmp_path: Path, is_encoder_decoder: bool, kept: str | None
+) -> None:
+    """vLLM's scheduler refuses such a model with any connector, before it makes one."""
+    stub = make_stub(tmp_path / "stub", "0.32.0", knows_flags=True)
+    (stub / "vllm/engine").mkdir()
+    (stub / "vllm/engine/__init__.py").touch()
+    (stub / "vllm/engine/arg_utils.py").write_text(ARG_UTILS.replace("IS_ENCODER_DECODER", str(is_encoder_decoder)))
+    done = run_program(USE_PLUGINS, f"{connector}:{stub}")
+    assert json.loads(done.stdout) == ["kvpool", [kept, "mine", None]]
+    assert ("encoder-decoder models are not supported" in done.stderr) is is_encoder_decoder
+
+
+def test_a_vllm_that_is_not_as_expected_only_says_so(connector: Path, tmp_path: Path) -> None:
+    stub = make_stub(tmp_path / "stub", "0.32.0", knows_flags=True)
+    done = run_program(USE_PLUGINS.partition("from vllm")[0], f"{connector}:{stub}")
+    assert "kvpool: ModuleNotFoundError" in done.stderr
+
+
+def run_program(program: str, path: str) -> subprocess.CompletedProcess[str]:
+    """A Python program that must end well."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
 def test_programs_without_our_flags_are_left_alone(connector: Path, tmp_path: Path) -> None:
     stub = make_stub(tmp_path / "stub", "0.11.2", knows_flags=True)
     result, log = start(connector, stub, "--prefix-caching-hash-algo", "sha256_cbor")
@@ -267,12 +332,6 @@ def test_a_sitecustomize_of_the_image_runs_all_the_same(connector: Path, tmp_pat
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("import sys; sys.own = __file__\n")
     program = "import sys, sitecustomize; print(sys.own); print(sitecustomize.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": f"{connector}:{tmp_path / 'own'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(program, f"{connector}:{tmp_path / 'own'}")
     assert done.stdout.split() == [str(tmp_path / "own" / "sitecustomize.py")] * 2
     assert done.stderr == ""
