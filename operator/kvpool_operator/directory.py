@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpool_operator import names, projections
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import KubeError
+from kvpool_operator.kube_errors import KubeError, NotFoundError
 from kvpool_operator.observed import Namespace, Node, Pod
 from kvpool_operator.ownership import is_of_workload
 from kvpool_operator.plan import agent, allowed_namespaces
@@ -92,7 +92,7 @@ class Directory:
             pod = projections.pod(raw)
             agents[pod.labels.get(names.POOL_UID_LABEL, "")].append(pod)
         nodes = tuple(_node_view(projections.node(raw)) for raw in self._kube.list_all("Node"))
-        pools = [pool for raw in self._kube.list_all(names.KIND) if (pool := _parsed(raw)) is not None]
+        pools = [pool for raw in self._list_pools() if (pool := _parsed(raw)) is not None]
         self._picture = Picture(
             pools={pool.key: self._view(pool, tuple(namespaces), agents[pool.uid], nodes) for pool in pools},
             namespaces={
@@ -100,6 +100,12 @@ class Directory:
             },
         )
         self.is_known.set()
+
+    def _list_pools(self) -> list[Raw]:
+        try:
+            return list(self._kube.list_all(names.KIND))
+        except NotFoundError:
+            return []  # the CRD is missing, so there is none; the resync says so
 
     def _view(
         self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod], nodes: tuple[NodeView, ...]

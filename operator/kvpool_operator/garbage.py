@@ -10,6 +10,7 @@ import logging
 
 from kvpool_operator import names
 from kvpool_operator.kube import Kube, Raw
+from kvpool_operator.kube_errors import NotFoundError
 
 log = logging.getLogger("kvpool.operator.garbage")
 
@@ -17,7 +18,10 @@ log = logging.getLogger("kvpool.operator.garbage")
 def collect(kube: Kube, *, operator_namespace: str) -> int:
     """Remove bindings, purge Jobs and master Secrets of pools that are no more; how many."""
     found = [raw for raw in _far_objects(kube, operator_namespace) if _uid(raw) and _is_named_by_us(raw)]
-    living = {raw["metadata"]["uid"] for raw in kube.list_all(names.KIND)}
+    try:
+        living = {raw["metadata"]["uid"] for raw in kube.list_all(names.KIND)}
+    except NotFoundError:
+        return 0  # the CRD is missing: nobody can tell which pools there are
     dead = [raw for raw in found if _uid(raw) not in living]
     for raw in dead:
         meta = raw["metadata"]

@@ -1,7 +1,7 @@
 """kopf: watching and login, nothing else.
 
 Invariant: handlers only poke; kopf writes no annotation, finalizer, Event or peering object, since there are `on.event` handlers
-only. Both replicas watch; what is done about it is decided elsewhere.
+only. Both replicas watch, for as long as they run, whatever goes wrong; what is done about it is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ import kopf
 
 from kvpool_operator import names
 from kvpool_operator.resources import OWNED_KINDS, RESOURCES
+from kvpool_operator.work_queue import backoff_seconds
 
 Poke = Callable[[str, Mapping[str, Any], bool], None]
 """(kind, object, whether it is gone)."""
@@ -24,6 +26,7 @@ Poke = Callable[[str, Mapping[str, Any], bool], None]
 WATCH_SECONDS = 300
 """A watch is begun anew this often."""
 CONNECT_SECONDS = 10
+STOP_CHECK_SECONDS = 0.2
 log = logging.getLogger("kvpool.operator.handlers")
 
 OURS = f"{names.MANAGED_BY_LABEL}={names.FIELD_MANAGER}"
@@ -89,15 +92,51 @@ def _handler(kind: str, poke: Poke) -> Callable[..., Any]:
 def watch(
     poke: Poke, *, identity: str, namespaces: tuple[str, ...], stop: threading.Event, ready: threading.Event
 ) -> None:
-    """Watch until `stop`; for a thread of its own. `ready` is set once kopf runs. Raises what ended it otherwise."""
-    operator = kopf.operator(
-        identity=cast(Any, identity),  # else kopf asks for the user's name, which an arbitrary uid has not
-        registry=build_registry(poke),
-        settings=build_settings(),
-        standalone=True,
-        clusterwide=not namespaces,
-        namespaces=namespaces,
-        stop_flag=stop,
-        ready_flag=ready,
-    )
-    asyncio.run(operator)
+    """Watch until `stop`; for a thread of its own. `ready` is set once kopf runs.
+
+    kopf gives up as a whole when one kind cannot be watched any more: its CRD was deleted, a right was taken away. It is begun
+    anew then; meanwhile pools are looked at by the resync only.
+    """
+    registry = build_registry(poke)
+    failures = 0
+    while not stop.is_set():
+        began = time.monotonic()
+        try:
+            asyncio.run(_watch_once(registry, identity=identity, namespaces=namespaces, stop=stop, ready=ready))
+        except Exception as error:  # noqa: BLE001 (the top of a loop: whatever ended kopf, watching goes on)
+            log.warning("watching ended: begun anew", extra={"data": {"reason": f"{type(error).__name__}: {error}"}})
+        failures = 1 if time.monotonic() - began > WATCH_SECONDS else failures + 1
+        stop.wait(backoff_seconds(failures, random.random()))
+
+
+async def _watch_once(
+    registry: kopf.OperatorRegistry,
+    *,
+    identity: str,
+    namespaces: tuple[str, ...],
+    stop: threading.Event,
+    ready: threading.Event,
+) -> None:
+    stopping = (
+        asyncio.Event()
+    )  # kopf waits for a threading.Event in a thread, and for that thread when a watch has failed
+    following = asyncio.create_task(_follow(stop, stopping))
+    try:
+        await kopf.operator(
+            identity=cast(Any, identity),  # else kopf asks for the user's name, which an arbitrary uid has not
+            registry=registry,
+            settings=build_settings(),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=stopping,
+            ready_flag=ready,
+        )
+    finally:
+        following.cancel()
+
+
+async def _follow(stop: threading.Event, stopping: asyncio.Event) -> None:
+    while not stop.is_set():  # noqa: ASYNC110 (another thread sets it)
+        await asyncio.sleep(STOP_CHECK_SECONDS)
+    stopping.set()

@@ -17,7 +17,7 @@ from typing import Any
 from kvpool_operator import names
 from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube
-from kvpool_operator.kube_errors import KubeError, NotLeaderError
+from kvpool_operator.kube_errors import KubeError, NotFoundError, NotLeaderError
 from kvpool_operator.leadership import Term
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.reconcile import Key, Reconciler
@@ -27,6 +27,7 @@ from kvpool_operator.work_queue import WorkQueue
 TAKE_SECONDS = 1.0
 SPREAD = 0.5
 """A resync puts pools in over this part of its period, so that they do not all ask at once."""
+NO_CRD = f"the CRD {names.PLURAL}.{names.GROUP} is missing: apply it (helm upgrade does); until then nothing is done"
 
 log = logging.getLogger("kvpool.operator.workers")
 
@@ -117,6 +118,8 @@ class Workers:
             if office is not None and office.term.is_open:
                 try:
                     self._resync_once(office)
+                except NotFoundError as error:
+                    log.warning(NO_CRD, extra={"data": {"reason": str(error)}})
                 except KubeError as error:
                     log.warning("could not resync", extra={"data": {"reason": str(error)}})
             self._resync_now.wait(self._settings.resync_seconds)
