@@ -233,6 +233,7 @@ def status() -> Schema:
             "summary": struct(
                 "What `kubectl get` shows.",
                 {
+                    "message": text("Beginning of the message of condition Ready.", max_length=128),
                     "agents": text("Ready agents of those wanted.", max_length=32),
                     "valkey": text("Ready shards of those wanted, External or None.", max_length=32),
                 },

@@ -79,7 +79,7 @@ def columns() -> list[dict[str, Any]]:
         "RAM": ".spec.ram.capacityPerNode",
         "VALKEY": ".status.summary.valkey",
         "URL": ".status.routing.url",
-        "MESSAGE": f"{ready}.message",
+        "MESSAGE": ".status.summary.message",
     }
     shown = [{"name": name, "type": "string", "jsonPath": path} for name, path in paths.items()]
     return [*shown, {"name": "AGE", "type": "date", "jsonPath": ".metadata.creationTimestamp"}]

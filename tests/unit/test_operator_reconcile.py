@@ -43,7 +43,7 @@ def test_status_says_url_generation_and_counts(api: FakeApiServer) -> None:
     status = pool["status"]
     assert status["routing"] == {"url": "http://chat-router.inference.svc"}
     assert status["observedGeneration"] == pool["metadata"]["generation"]
-    assert status["summary"] == {"agents": "1/1", "valkey": "None"}
+    assert status["summary"] == {"message": "1 of 1 agents are ready", "agents": "1/1", "valkey": "None"}
     assert status["agents"]["image"] == "kvpool:test"
 
 

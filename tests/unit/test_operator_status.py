@@ -24,6 +24,7 @@ from kvpool_operator.observed import (
 )
 from kvpool_operator.status import build_status
 from kvpool_operator.status.condition import Condition, changed, merge
+from kvpool_operator.status.headline import HEADLINE_MAX, headline
 from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS
 from tests.unit.operator_pools import EXTERNAL, MANAGED, make_pool
 
@@ -346,3 +347,24 @@ def test_daemon_sets_pod_says_which_node_it_is_meant_for() -> None:
     raw = {"metadata": {"name": "x", "namespace": "n", "uid": "u"}, "spec": {"affinity": {"nodeAffinity": required}}}
 
     assert projections.pod(raw).target_node == "node-7"
+
+
+@given(st.text(max_size=400))
+def test_headline_is_one_short_line_and_the_beginning_of_the_message(message: str) -> None:
+    line = headline(message)
+
+    assert len(line) <= HEADLINE_MAX
+    assert len(line.splitlines()) <= 1
+    whole = " ".join(message.split())
+    assert line == whole if len(whole) <= HEADLINE_MAX else whole.startswith(line.removesuffix("…"))
+
+
+def test_long_message_is_cut_between_words_for_the_table_and_whole_in_the_condition() -> None:
+    waiting = Container(name="agent", image="i", waiting_reason="ErrImagePull", waiting_message="no " * 100)
+    status = build_status(make_pool(), seen(pods=(agent_pod(containers=(waiting,)),)), now=NOW)
+
+    ready = next(one for one in status["conditions"] if one["type"] == reasons.READY)
+    short = status["summary"]["message"].removesuffix("…")
+    assert len(ready["message"]) > 300
+    assert ready["message"].startswith(short)
+    assert ready["message"][len(short)] in " ,:;("

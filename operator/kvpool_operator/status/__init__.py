@@ -14,6 +14,7 @@ from kvpool_operator.observed import Observed, Pod, Workload
 from kvpool_operator.pool import Pool
 from kvpool_operator.status import agents, valkey
 from kvpool_operator.status.condition import Condition, Problem, fails, holds, merge, unknown
+from kvpool_operator.status.headline import headline
 from kvpool_operator.status.problems import creation_problem, pod_problem
 
 
@@ -21,12 +22,12 @@ def build_status(pool: Pool, observed: Observed, *, now: str) -> Manifest:
     """The whole status as it shall be. `now`: RFC 3339, for conditions that change."""
     counted = agents.counts(observed)
     tier = valkey.counts(pool, observed)
+    judged = conditions(pool, observed)
     return {
         "observedGeneration": pool.generation,
-        "conditions": merge(
-            pool.status.get("conditions") or (), conditions(pool, observed), generation=pool.generation, now=now
-        ),
+        "conditions": merge(pool.status.get("conditions") or (), judged, generation=pool.generation, now=now),
         "summary": {
+            "message": headline(judged[0].message),
             "agents": f"{counted['ready']}/{counted['desired']}",
             "valkey": valkey.summary(pool, observed),
         },
@@ -55,7 +56,13 @@ def held_up_status(pool: Pool, problem: Problem, *, now: str) -> Manifest:
     conditions = [fails(reasons.READY, problem), fails(reasons.SPEC_ACCEPTED, problem)]
     written = merge(former, conditions, generation=pool.generation, now=now)
     others = [one for one in former if one.get("type") not in (reasons.READY, reasons.SPEC_ACCEPTED)]
-    return {**pool.status, "observedGeneration": pool.generation, "conditions": [*written, *others]}
+    summary = {**(pool.status.get("summary") or {}), "message": headline(problem.message)}
+    return {
+        **pool.status,
+        "observedGeneration": pool.generation,
+        "conditions": [*written, *others],
+        "summary": summary,
+    }
 
 
 def refused_status(former: Manifest, generation: int, problem: str, *, now: str) -> Manifest:
@@ -63,11 +70,11 @@ def refused_status(former: Manifest, generation: int, problem: str, *, now: str)
     wrong = Problem(reasons.SPEC_NOT_UNDERSTOOD, problem)
     conditions = [fails(reasons.READY, wrong), fails(reasons.SPEC_ACCEPTED, wrong)]
     written = merge(former.get("conditions") or (), conditions, generation=generation, now=now)
-    return {"observedGeneration": generation, "conditions": written}
+    return {"observedGeneration": generation, "conditions": written, "summary": {"message": headline(problem)}}
 
 
 def conditions(pool: Pool, observed: Observed) -> list[Condition]:
-    """All five."""
+    """All five, Ready first."""
     accepted = _accepted(observed)
     available = agents.agents_condition(pool, observed)
     tier = valkey.valkey_condition(pool, observed)
