@@ -10,32 +10,57 @@ import logging
 
 from kvpool_operator import names
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import NotFoundError
+from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 
 log = logging.getLogger("kvpool.operator.garbage")
 
 
-def collect(kube: Kube, *, operator_namespace: str) -> int:
-    """Remove bindings, purge Jobs and master Secrets of pools that are no more; how many."""
-    found = [raw for raw in _far_objects(kube, operator_namespace) if _uid(raw) and _is_named_by_us(raw)]
-    try:
-        living = {raw["metadata"]["uid"] for raw in kube.list_all(names.KIND)}
-    except NotFoundError:
-        return 0  # the CRD is missing: nobody can tell which pools there are
-    dead = [raw for raw in found if _uid(raw) not in living]
-    for raw in dead:
+class Collector:
+    """Of one term of leading. What the API server refuses is said once, keeps nothing else, and is tried again by every resync."""
+
+    def __init__(self, kube: Kube, *, operator_namespace: str) -> None:
+        self._kube = kube
+        self._operator_namespace = operator_namespace
+        self._said: set[str] = set()
+
+    def collect(self) -> int:
+        """Remove bindings, purge Jobs and master Secrets of pools that are no more; how many."""
+        found = [raw for raw in self._far_objects() if _uid(raw) and _is_named_by_us(raw)]
+        try:
+            living = {raw["metadata"]["uid"] for raw in self._kube.list_all(names.KIND)}
+        except NotFoundError:
+            return 0  # the CRD is missing: nobody can tell which pools there are
+        return sum(self._remove(raw) for raw in found if _uid(raw) not in living)
+
+    def _remove(self, raw: Raw) -> bool:
         meta = raw["metadata"]
-        log.info("removing what a dead pool left", extra={"data": {"kind": raw["kind"], "name": meta["name"]}})
-        kube.delete(raw["kind"], meta.get("namespace"), meta["name"], uid=meta["uid"])
-    return len(dead)
+        what = {"kind": raw["kind"], "namespace": meta.get("namespace"), "name": meta["name"]}
+        try:
+            self._kube.delete(raw["kind"], meta.get("namespace"), meta["name"], uid=meta["uid"])
+        except (ForbiddenError, InvalidError, ConflictError) as error:
+            self._say(f"cannot remove what a dead pool left: allow it, or remove it by hand: {error}", what)
+            return False
+        log.info("removed what a dead pool left", extra={"data": what})
+        return True
 
+    def _far_objects(self) -> list[Raw]:
+        labels = f"{names.MANAGED_BY_LABEL}={names.FIELD_MANAGER},{names.POOL_UID_LABEL}"
+        found = [raw for kind in ("ClusterRoleBinding", "RoleBinding") for raw in self._list(kind, labels=labels)]
+        found += self._list("Job", labels=f"{labels},{names.COMPONENT_LABEL}={names.PURGE}")
+        found += self._list("Secret", namespace=self._operator_namespace, labels=labels)
+        return [raw for raw in found if not raw["metadata"].get("deletionTimestamp") and not _has_owner(raw)]
 
-def _far_objects(kube: Kube, operator_namespace: str) -> list[Raw]:
-    labels = f"{names.MANAGED_BY_LABEL}={names.FIELD_MANAGER},{names.POOL_UID_LABEL}"
-    found = [raw for kind in ("ClusterRoleBinding", "RoleBinding") for raw in kube.list_all(kind, labels=labels)]
-    found += kube.list_all("Job", labels=f"{labels},{names.COMPONENT_LABEL}={names.PURGE}")
-    found += kube.list_all("Secret", namespace=operator_namespace, labels=labels)
-    return [raw for raw in found if not raw["metadata"].get("deletionTimestamp") and not _has_owner(raw)]
+    def _list(self, kind: str, *, labels: str, namespace: str | None = None) -> list[Raw]:
+        try:
+            return list(self._kube.list_all(kind, namespace=namespace, labels=labels))
+        except ForbiddenError as error:
+            self._say(f"cannot look for what dead pools left: give the operator the rights of its chart: {error}", {})
+            return []
+
+    def _say(self, message: str, what: dict[str, str | None]) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            log.warning(message, extra={"data": what})
 
 
 def _has_owner(raw: Raw) -> bool:

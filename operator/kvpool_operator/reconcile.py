@@ -17,7 +17,7 @@ from kvpool_operator.applying import Applier, Outcome
 from kvpool_operator.fence import Fence
 from kvpool_operator.finishing import Finisher
 from kvpool_operator.former_tier import keys_left
-from kvpool_operator.garbage import collect
+from kvpool_operator.garbage import Collector
 from kvpool_operator.kube import Kube, Raw
 from kvpool_operator.kube_errors import ForbiddenError, InvalidError, KubeError, NotFoundError
 from kvpool_operator.moments import rfc3339, seconds_since
@@ -109,6 +109,7 @@ class Reconciler:
         self._heal = heal
         self._clock = clock
         self._finisher = Finisher(kube, settings, story)
+        self._collector = Collector(kube, operator_namespace=settings.namespace)
         self._roller = Roller(kube, fence=fence, story=story)
         self._memories: dict[str, Memory] = {}
         self._uids: dict[Key, str] = {}
@@ -116,6 +117,10 @@ class Reconciler:
     def expect(self, keys: Iterable[Key]) -> None:
         """Pools that are there: none is rolled before each of them was looked at once."""
         self._roller.expect(keys)
+
+    def collect(self) -> None:
+        """Remove what dead pools left."""
+        self._collector.collect()
 
     def reconcile(self, key: Key) -> float | None:
         """Look at one pool; seconds until the next look at the latest, None: the resync will do."""
@@ -128,7 +133,7 @@ class Reconciler:
         raw = self._kube.get(names.KIND, *key)
         if raw is None:
             if key in self._uids:  # others are but names in somebody's labels; what they left is for the resync
-                collect(self._kube, operator_namespace=self._settings.namespace)
+                self.collect()
             self._forget_others(key, "")
             return None
         self._forget_others(key, raw["metadata"]["uid"])

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool_operator import names
-from kvpool_operator.garbage import collect
 from kvpool_operator.kube import Kube
 from kvpool_operator.kube_errors import KubeError, NotFoundError, NotLeaderError
 from kvpool_operator.leadership import Term
@@ -134,7 +133,7 @@ class Workers:
         spread = self._settings.resync_seconds * SPREAD if len(keys) > self._settings.workers else 0.0
         for key in keys:
             self._queue.add(key, random.random() * spread)
-        collect(office.kube, operator_namespace=self._settings.namespace)
+        office.reconciler.collect()
 
 
 def _waits_for_us(meta: Mapping[str, Any]) -> bool:

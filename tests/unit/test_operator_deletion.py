@@ -228,6 +228,34 @@ def test_what_a_pool_left_is_collected_although_the_first_try_failed(api: FakeAp
     assert api.names("ClusterRoleBinding") == []
 
 
+@pytest.mark.parametrize("refused", ["list", "delete"])
+def test_what_may_not_be_collected_is_said_once_and_keeps_nothing_else(
+    api: FakeApiServer, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    operating = settled(api)
+    api.remove("KVCachePool", "chat")
+    if refused == "list":
+        api.refused_reads["ClusterRoleBinding"] = 403
+    else:
+
+        def keep(method: str, kind: str, _name: str) -> None:
+            if (method, kind) == ("DELETE", "ClusterRoleBinding"):
+                raise Refusal(403, "a policy keeps it")
+
+        api.on_write = keep
+
+    assert operating.reconcile(KEY) is None
+    for _ in range(3):
+        operating.collect()
+
+    assert f"kvpool-{UID}" not in api.names("Secret")
+    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
+    api.on_write = lambda _method, _kind, _name: None
+    api.refused_reads.clear()
+    operating.collect()
+    assert api.names("ClusterRoleBinding") == []
+
+
 def test_living_pool_of_a_namespace_that_is_not_watched_is_left_alone(api: FakeApiServer) -> None:
     """One made anew under the name of a pool that waited for its finalizer."""
     api.put(manifest())
