@@ -142,6 +142,21 @@ def test_a_named_container_is_trusted_where_flags_can_be_appended() -> None:
     assert reason(with_annotations(engine_pod(), container="absent")) == reasons.CONTAINER_NOT_FOUND
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("env", "-i", "/app/serve"),
+        ("/usr/bin/env", "PYTHONPATH=/app", "/app/serve"),
+        ("sudo", "-u", "vllm", "/app/serve"),
+        ("/app/serve", "--env", "PYTHONPATH=/x"),
+        ("python3", "-I", "/app/serve.py"),
+        ("tini", "--", "python3", "-sE", "-m", "app"),
+    ],
+)
+def test_a_named_container_that_would_lose_our_path_is_left_alone(command: tuple[str, ...]) -> None:
+    assert reason(with_annotations(engine_pod(command=command), container="engine")) == reasons.COMMAND_NOT_EXTENSIBLE
+
+
 def test_a_named_container_serves_on_its_only_declared_port() -> None:
     pod = engine_pod("x", command=("/app/serve",), ports=[{"containerPort": 7000}])
     assert found(with_annotations(pod, container="engine")).port == 7000

@@ -170,6 +170,11 @@ def test_a_label_of_the_users_is_not_changed(label: str, needed: str) -> None:
         ("/var/run/kvpool", reasons.MOUNT_PATH_TAKEN),
         ("/run/secrets", reasons.MOUNT_PATH_TAKEN),
         ("/var", reasons.MOUNT_PATH_TAKEN),
+        ("/opt//kvpool-connector", reasons.MOUNT_PATH_TAKEN),
+        ("/srv/../opt/kvpool-connector", reasons.MOUNT_PATH_TAKEN),
+        ("opt/kvpool-connector", reasons.MOUNT_PATH_TAKEN),
+        ("//run/kvpool", reasons.MOUNT_PATH_TAKEN),
+        ("/var/./run", reasons.MOUNT_PATH_TAKEN),
         ("/opt/kvpool", ""),
         ("/var/run/secrets/kubernetes.io/serviceaccount", ""),
         ("/dev/shm", ""),
@@ -179,6 +184,9 @@ def test_a_label_of_the_users_is_not_changed(label: str, needed: str) -> None:
 def test_mounts_that_would_hide_ours_or_keep_them_from_being_made(path: str, expected: str) -> None:
     pod = engine_pod()
     engine(pod)["volumeMounts"] = [{"name": "x", "mountPath": path}]
+    assert skip_reason(pod) == expected
+    engine(pod)["volumeMounts"] = None
+    engine(pod)["volumeDevices"] = [{"name": "x", "devicePath": path}]
     assert skip_reason(pod) == expected
 
 
@@ -221,6 +229,21 @@ def test_an_image_that_agents_pulled_can_be_had_elsewhere_unless_one_could_not(p
     failing = pool_with(**known, nodes_without_image=(NodeView("c", {"kubernetes.io/hostname": "c"}),))
     assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "b"}), failing) == reasons.IMAGE_MISSING_ON_NODE
     assert skip_reason(pod_with(nodeSelector={"kubernetes.io/hostname": "a"}), failing) == ""
+
+
+def test_an_image_that_agents_pulled_is_not_had_on_nodes_of_another_kind() -> None:
+    """An image of one architecture cannot be pulled, or run, on another."""
+    x86, other_x86, arm = (
+        NodeView(name, {"kubernetes.io/os": "linux", "kubernetes.io/arch": arch})
+        for name, arch in (("a", "amd64"), ("b", "amd64"), ("c", "arm64"))
+    )
+    known: dict[str, Any] = {"nodes_with_image": frozenset({"a"})}
+    assert skip_reason(engine_pod(), pool_with(nodes=(x86, other_x86), **known)) == ""
+    mixed = pool_with(nodes=(x86, other_x86, arm), **known)
+    assert skip_reason(engine_pod(), mixed) == reasons.IMAGE_MISSING_ON_NODE
+    assert skip_reason(pod_with(nodeSelector={"kubernetes.io/arch": "amd64"}), mixed) == ""
+    both = pool_with(nodes=(x86, arm), nodes_with_image=frozenset({"a", "c"}))
+    assert skip_reason(engine_pod(), both) == ""
 
 
 GPU = NodeView(

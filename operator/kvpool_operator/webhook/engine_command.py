@@ -25,6 +25,8 @@ from kvpool_operator.webhook.skip_reasons import (
 
 SHELLS = frozenset({"sh", "bash", "dash", "ash", "zsh", "busybox"})
 INITS = frozenset({"tini", "dumb-init"})
+CHANGES_ENVIRONMENT = frozenset({"env", "sudo", "su", "runuser"})
+"""Programs that may start others without the variables that they were given."""
 SERVER_MODULES = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypoints.launchers.api_server.entry"})
 CLI_MODULE = "vllm.entrypoints.cli.main"
 SERVER_IMAGES = frozenset(
@@ -96,7 +98,7 @@ def engine_flags(container: Manifest, *, is_named: bool) -> Flags | Skip:
     if not command:
         flags = _of_image(name, str(container.get("image", "")), arguments)
     else:
-        flags = _of_command(name, _without_init((*command, *arguments)))
+        flags = _of_command(name, _without_init((*command, *arguments)), is_named=is_named)
     if flags is _NOT_AN_ENGINE and is_named:
         flags = _trusted(name, (*command, *arguments))
     if isinstance(flags, Flags) and "--" in flags.tokens:
@@ -105,13 +107,18 @@ def engine_flags(container: Manifest, *, is_named: bool) -> Flags | Skip:
 
 
 def _trusted(name: str, tokens: Sequence[str]) -> Flags | Skip:
-    """The user says that it is an engine; flags can be appended where it has any arguments."""
-    if tokens:
-        return Flags(tuple(tokens))
-    return Skip(
-        COMMAND_NOT_EXTENSIBLE,
-        f"container {name} has neither command nor args: arguments would replace those of its image; write them into the pod",
-    )
+    """The user says that it is an engine; flags can be appended where it has any arguments, and keeps the environment."""
+    if not tokens:
+        return Skip(
+            COMMAND_NOT_EXTENSIBLE,
+            f"container {name} has neither command nor args: arguments would replace those of its image; write them into the pod",
+        )
+    if _program(tokens) in CHANGES_ENVIRONMENT or any("PYTHONPATH" in token for token in tokens):
+        return Skip(
+            COMMAND_NOT_EXTENSIBLE,
+            f"container {name} starts its program with an environment of its own: set variables in the pod's env",
+        )
+    return Flags(tuple(tokens))
 
 
 def _of_image(name: str, image: str, arguments: Sequence[str]) -> Flags | Skip:
@@ -147,7 +154,7 @@ def _program(tokens: Sequence[str]) -> str:
     return tokens[0].rpartition("/")[2] if tokens else ""
 
 
-def _of_command(name: str, tokens: tuple[str, ...]) -> Flags | Skip:
+def _of_command(name: str, tokens: tuple[str, ...], *, is_named: bool) -> Flags | Skip:
     program = _program(tokens)
     if program in SHELLS:
         text = " ".join(tokens)
@@ -161,7 +168,7 @@ def _of_command(name: str, tokens: tuple[str, ...]) -> Flags | Skip:
     if program == "vllm":
         return _of_cli(tokens[1:])
     if _PYTHON.fullmatch(program):
-        return _of_python(name, tokens[1:])
+        return _of_python(name, tokens[1:], is_named=is_named)
     return _NOT_AN_ENGINE
 
 
@@ -169,7 +176,7 @@ def _of_cli(tokens: tuple[str, ...]) -> Flags | Skip:
     return Flags(tokens[1:]) if tokens[:1] == ("serve",) else _NOT_AN_ENGINE
 
 
-def _of_python(name: str, tokens: tuple[str, ...]) -> Flags | Skip:
+def _of_python(name: str, tokens: tuple[str, ...], *, is_named: bool) -> Flags | Skip:
     isolated = False
     while tokens and tokens[0].startswith("-") and tokens[0] not in ("-m", "-c"):
         if tokens[0] in _PYTHON_OPTION_WITH_VALUE:
@@ -178,7 +185,7 @@ def _of_python(name: str, tokens: tuple[str, ...]) -> Flags | Skip:
             isolated = True
         tokens = tokens[1:]
     flags = _of_python_target(name, tokens)
-    if isolated and isinstance(flags, Flags):
+    if isolated and (isinstance(flags, Flags) or (is_named and flags is _NOT_AN_ENGINE)):
         return Skip(
             COMMAND_NOT_EXTENSIBLE,
             f"container {name} gives Python options under which it may not read PYTHONPATH: remove them",

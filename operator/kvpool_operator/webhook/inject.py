@@ -122,7 +122,7 @@ def injected(pod: Manifest, engine: Engine, pool: PoolView, facts: NamespaceFact
     spec = changed["spec"]
     resources = init_resources(changed, engine)
     raise_memory(changed, engine, pool, facts)
-    spec.setdefault("initContainers", []).append(build_init_container(pod, engine, pool, resources))
+    spec["initContainers"] = [*(spec.get("initContainers") or []), build_init_container(pod, engine, pool, resources)]
     _add_to(changed, engine, pool)
     return changed
 

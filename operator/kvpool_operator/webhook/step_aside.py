@@ -5,6 +5,7 @@ Each check answers a Skip or None; the first Skip wins. Invariant: a pod that pa
 
 from __future__ import annotations
 
+import posixpath
 import re
 
 from kvpool_operator.webhook.contract import (
@@ -108,11 +109,17 @@ def _unproven_nodes(pool: PoolView) -> list[NodeView]:
     """Nodes that may lack the image for ever.
 
     An image that is never pulled is only where an agent runs it. One that is pulled can be had from everywhere, as far as
-    no agent's experience says otherwise.
+    no agent's experience says otherwise, and where nodes are of a kind for which it was made.
     """
-    if pool.image_pull_policy != "Never" and not pool.nodes_without_image:
-        return []
-    return [node for node in pool.nodes if node.name not in pool.nodes_with_image]
+    unproven = [node for node in pool.nodes if node.name not in pool.nodes_with_image]
+    if pool.image_pull_policy == "Never" or pool.nodes_without_image:
+        return unproven
+    proven = {_platform(node) for node in pool.nodes if node.name in pool.nodes_with_image}
+    return [node for node in unproven if proven and _platform(node) not in proven]
+
+
+def _platform(node: NodeView) -> tuple[str | None, ...]:
+    return tuple(node.labels.get(f"kubernetes.io/{kind}") for kind in ("os", "arch"))
 
 
 def check_kind(pod: Manifest) -> Skip | None:
@@ -158,8 +165,8 @@ def check_names(pod: Manifest, container: Manifest) -> Skip | None:
     names |= {each.get("name") for each in containers} & {INIT_CONTAINER}
     if names:
         return Skip(NAME_TAKEN, f"the pod has its own volume or container named {min(map(str, names))}: rename it")
-    for mount in container.get("volumeMounts") or []:
-        path = str(mount.get("mountPath", ""))
+    for mount in [*(container.get("volumeMounts") or []), *(container.get("volumeDevices") or [])]:
+        path = str(mount.get("mountPath") or mount.get("devicePath") or "")
         if any(_meet(path, ours) for ours in (CONNECTOR_PATH, SOCKET_PATH, TOKEN_PATH)):
             return Skip(
                 MOUNT_PATH_TAKEN,
@@ -180,7 +187,8 @@ def check_labels(pod: Manifest, pool: PoolView) -> Skip | None:
 
 
 def _meet(path: str, ours: str) -> bool:
-    """Whether one lies in the other; /var/run is a link to /run in most images."""
+    """Whether one lies in the other; /var/run is a link to /run in most images. A relative path is one below /."""
+    path = posixpath.normpath(f"/./{path}")
     return any(
         _contains(one, other) or _contains(other, one)
         for one in (path, _RUN.sub("/run", path))
