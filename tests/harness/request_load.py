@@ -8,7 +8,8 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.harness.engine_client import Transport
@@ -26,16 +27,19 @@ class Failure:
 
 
 class RequestLoad:
-    """`clients` threads that take prompts until there are none, through the router at `url`."""
+    """`clients` threads that take prompts through the router at `url`, until there are none or they are told to end."""
 
-    def __init__(self, transport: Transport, url: str, *, model: str, prompts: Sequence[str], clients: int) -> None:
+    def __init__(self, transport: Transport, url: str, *, model: str, prompts: Iterable[str], clients: int) -> None:
         self.clients = clients
         self.done = 0
+        self.in_flight = 0
         self.failures: list[Failure] = []
+        self._kills: list[tuple[float, float]] = []
         self._transport = transport
         self._url = url
         self._model = model
-        self._prompts = list(prompts)
+        self._prompts = iter(prompts)
+        self._is_ending = False
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
 
@@ -49,22 +53,41 @@ class RequestLoad:
         for thread in self._threads:
             thread.join()
 
-    def assert_only_in_flight_failed(self, kill_begins: float, dead: float) -> None:
-        """Nothing failed but what was in flight on a router killed between these times (monotonic seconds)."""
-        unexcused = [one for one in self.failures if not (one.started <= dead and one.ended >= kill_begins)]
-        assert not unexcused, f"failed though not in flight on the killed router: {unexcused}"
-        # one in flight per client, and one into the dying router's backlog
-        assert len(self.failures) <= 2 * self.clients, self.failures
+    def end(self) -> None:
+        """Send no more; ends when what was sent is answered."""
+        self._is_ending = True
+        self.join()
+
+    @contextmanager
+    def kill(self) -> Iterator[None]:
+        """Inside, a router or an engine is killed: requests in flight then may fail, and only these."""
+        begins = time.monotonic()
+        yield
+        self._kills.append((begins, time.monotonic()))
+
+    def assert_only_in_flight_failed(self, *kill: float) -> None:
+        """Nothing failed but what was in flight at a kill; `kill`: of one more, when it began and when all was dead."""
+        kills = [*self._kills, kill] if kill else self._kills
+        unexcused = [
+            one
+            for one in self.failures
+            if not any(one.started <= dead and one.ended >= begins for begins, dead in kills)
+        ]
+        assert not unexcused, f"failed though not in flight on what was killed: {unexcused}"
+        # one in flight per client, and one into a dying router's backlog
+        assert len(self.failures) <= 2 * self.clients * len(kills), self.failures
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._prompts:
+                prompt = None if self._is_ending else next(self._prompts, None)
+                if prompt is None:
                     return
-                prompt = self._prompts.pop()
+                self.in_flight += 1
             started = time.monotonic()
             problem = self._ask(prompt, started)
             with self._lock:
+                self.in_flight -= 1
                 self.done += 1
                 if problem:
                     self.failures.append(Failure(started, time.monotonic(), problem))
