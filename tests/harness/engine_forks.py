@@ -53,7 +53,7 @@ class ForkedProcess:
 class EngineForks:
     """One fork server. `environment`: what is read while importing, equal for all engines."""
 
-    def __init__(self, python: Path, *, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, python: Path, *, folder: Path, environment: Mapping[str, str], server: Path = SERVER) -> None:
         self._ours, theirs = socket.socketpair()
         self._ours.settimeout(FORK_SECONDS)
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class EngineForks:
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.program = Program(
             "engine-forks",
-            [str(python), "-P", str(SERVER), str(theirs.fileno())],
+            [str(python), "-P", str(server), str(theirs.fileno())],
             folder=folder,
             env={**environment, **single},
             descriptors=(theirs.fileno(),),
