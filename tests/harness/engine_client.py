@@ -128,7 +128,14 @@ class EngineClient:
 
     def tokenize(self, prompt: str) -> list[int]:
         """Token ids of a prompt, the engine's own."""
-        reply = self._transport.request("POST", f"{self.url}/tokenize", {"model": self.served_name, "prompt": prompt})
+        return self._tokenize({"prompt": prompt})
+
+    def tokenize_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The same of a conversation, with the start of the answer."""
+        return self._tokenize({"messages": messages})
+
+    def _tokenize(self, what: Mapping[str, object]) -> list[int]:
+        reply = self._transport.request("POST", f"{self.url}/tokenize", {"model": self.served_name, **what})
         assert reply.status == 200, f"{self.name} answered {reply.status}: {reply.body[:300]!r}"
         return [int(token) for token in reply.json()["tokens"]]
 

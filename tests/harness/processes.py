@@ -164,10 +164,12 @@ def clean_killed_run(folder: Path) -> list[str]:
     ended = []
     for path in folder.rglob(RECORD):
         for pid, started in json.loads(path.read_text()).items():
-            if started is not None and start_time(int(pid)) == started:
+            if started is None or start_time(int(pid)) != started:
+                continue
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(int(pid), signal.SIGKILL)
+                os.killpg(int(pid), signal.SIGKILL)
+                if command:  # else it is a zombie: ended, but not reaped yet
                     ended.append(command)
         path.unlink()
     return ended

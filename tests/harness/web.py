@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,18 +64,27 @@ def stream(
 ) -> Streamed:
     """POST and read Server-Sent Events until they end."""
     started = time.perf_counter()
-    events: list[Any] = []
+    seen: list[Any] = []
     first = 0.0
     with _exchange("POST", url, body, headers or {}, seconds) as response:
-        for line in response:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
+        for event in _events(response):
             if not first and event.get("choices"):
                 first = time.perf_counter() - started
-            events.append(event)
+            seen.append(event)
         reply_headers = {k.lower(): v for k, v in response.getheaders()}
-        return Streamed(response.status, reply_headers, events, first, time.perf_counter() - started)
+        return Streamed(response.status, reply_headers, seen, first, time.perf_counter() - started)
+
+
+def events(url: str, body: object, *, seconds: float = TIMEOUT_SECONDS) -> Generator[Any, None, None]:
+    """POST and yield Server-Sent Events as they come; closed, it leaves."""
+    with _exchange("POST", url, body, {}, seconds) as response:
+        yield from _events(response)
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    for line in response:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])
 
 
 @contextmanager
