@@ -119,6 +119,9 @@ class EngineRegistry:
             engine.workers.pop(hello.rank, None)
             owner = owner_of(hello.engine_id)
             lost = self._store.rank_lost(owner, hello.rank)
+            if lost:
+                data = {"engine": hello.engine_id, "rank": hello.rank, "jobs": len(lost)}
+                log.warning("a worker left in the midst of stores", extra={"data": data})
             self._watch(_key(hello), pidfd, lambda: self._store.rank_done(owner, hello.rank, hello.world_size, lost))
         if any(key[0] == hello.engine_id for key in self._sessions):
             self.settle(engine)
