@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from kvpool_core import wire
 from kvpool_vllm.agent_client import AgentClient
+from kvpool_vllm.domain_wait import DomainWait
 
 logger = logging.getLogger("vllm.kvpool")
 
@@ -38,6 +40,7 @@ class SchedulerLink:
         self._on_greeted = on_greeted
         self._on_idle = on_idle
         self._registration: wire.RegisterScheduler | None = None
+        self.domain_wait = DomainWait()
         self.arena_id = b""
         self.domain = b""
         self.refusal = ""
@@ -53,8 +56,8 @@ class SchedulerLink:
     def _register(self) -> None:
         """Send the registration if there is one. Both sides of the race come here with their own part done, so one of them
         finds the other's; where both do, the agent gets it twice, which changes nothing."""
-        if self._registration is not None:
-            self.client.send(self._registration)
+        if self._registration is not None and self.client.send(self._registration):
+            self.domain_wait.registered(time.monotonic())
 
     def ask_digests(self, files: Sequence[wire.FileKey]) -> list[bytes]:
         """Digests that the agent remembers; b"" for each unknown one."""
@@ -86,6 +89,7 @@ class SchedulerLink:
 
     def on_connected(self) -> None:
         """The identification may have ended while the agent was greeted: only now does `send` reach it."""
+        self.domain_wait.begin(time.monotonic())
         self._register()
 
     def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
@@ -110,14 +114,19 @@ class SchedulerLink:
 
     def on_idle(self) -> None:
         """Nothing was received for a moment."""
+        complaint = self.domain_wait.complaint(time.monotonic())
+        if complaint:
+            logger.warning("kvpool: %s", complaint)
         self._on_idle()
 
     def on_disconnected(self) -> None:
         """Without an agent nothing is looked up or offered."""
+        self.domain_wait.end()
         self.session += 1
         self.domain = b""
 
     def _take_domain(self, message: wire.Domain) -> None:
+        self.domain_wait.told(message.state, message.reason, time.monotonic())
         domain = message.domain if message.state == "known" else b""
         if domain and domain != self.domain:
             logger.info("kvpool: domain %s, blocks are shared with engines of the same domain", domain.hex())

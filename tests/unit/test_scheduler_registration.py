@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvpool_core import wire
+from kvpool_vllm.domain_wait import AGREED_SECONDS
 from kvpool_vllm.scheduler_link import SchedulerLink
-from tests.unit.agent_peer import LAYOUT, Node, Peer, hello, running_node, wait_for
+from tests.unit.agent_peer import DEADLINE_SECONDS, LAYOUT, Node, Peer, hello, running_node, wait_for
 
 REGISTRATION = wire.RegisterScheduler(0, b"s" * 16, "")
 
@@ -104,6 +106,21 @@ def test_domain_is_known_when_the_identification_ends_on_a_standing_connection(
     link.identify_at("later")
     wait_for(lambda: link.domain, "the domain")
     link.client.close()
+
+
+def test_missing_rank_is_named_when_the_domain_is_overdue(node: Node, request: pytest.FixtureRequest) -> None:
+    link = Scheduler(node, request.node.name, identified="before")
+    link.identify_at("before")
+    link.client.start()
+    wait_for(lambda: link.client.connected, "the connection")
+    later = time.monotonic() + AGREED_SECONDS + DEADLINE_SECONDS
+    wait_for(lambda: "'0 of 1 workers registered'" in link.domain_wait.missing, "the agent's word")
+    assert "'0 of 1 workers registered'" in link.domain_wait.complaint(later)
+    peer = register_worker(node, request.node.name)
+    wait_for(lambda: link.domain, "the domain")
+    assert not link.domain_wait.is_overdue(later)
+    link.client.close()
+    peer.close()
 
 
 def test_domain_is_known_again_after_every_reconnect(tmp_path: Path, request: pytest.FixtureRequest) -> None:
