@@ -22,6 +22,13 @@ PROTOCOL_STANDBY: Final = 2
 PROTOCOL_LOAD: Final = 2
 """First version with EngineLoad."""
 
+PREFETCH_KEYS_MAX: Final = 262_144
+"""Keys in one Prefetch over all groups: a million tokens in several groups. A frame holds nearly twice as many."""
+RESERVE_KEYS_MAX: Final = 65_536
+"""Keys in one Reserve: a step of the engine stores a few hundred."""
+ANNOUNCED_SLOTS_MAX: Final = 262_144
+"""Leased slots in one Announce."""
+
 # Codes of Refused that a receiver acts on; others are for people.
 AUTHENTICATION_UNAVAILABLE: Final = "AuthenticationUnavailable"
 """Nothing is known against the engine: it tries again and keeps what it has."""

@@ -143,6 +143,7 @@ class KvpoolConnector(OffloadingConnector):
         if self.connector_scheduler is not None:
             jobs = self.connector_scheduler._current_batch_load_jobs.values()
             self._stranded.update(job.req_id for job in jobs)
+            self.connector_scheduler = None  # with all that vLLM's side keeps of requests: no hook reaches it any more
         try:
             if self._scheduler_setup is not None:
                 self._scheduler_setup.close()
@@ -200,6 +201,9 @@ class KvpoolConnector(OffloadingConnector):
         if self._scheduler_setup is not None:
             self._scheduler_setup.step_began()
         self._manager.rate.step_began(scheduler_output.total_num_scheduled_tokens, time.monotonic())
+        self._manager.admit(
+            scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        )  # preempted before; vLLM names only new ones
         return super().build_connector_meta(scheduler_output)
 
     @guarded(lambda: False)

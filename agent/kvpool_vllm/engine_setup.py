@@ -9,34 +9,45 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes, resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import (
+    resolve_dcp_kv_block_size,
+    resolve_kv_cache_block_sizes,
+    resolve_none_hash_seed,
+)
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvpool_core import wire
 from kvpool_vllm import fingerprint
 from kvpool_vllm.copiers import make_copier
-from kvpool_vllm.copy_plan import build_group_plans
+from kvpool_vllm.copy_plan import GroupPlan, build_group_plans
 from kvpool_vllm.endpoint_rank import rank_at_endpoint
 from kvpool_vllm.gpu_blocks import GpuBlocks
+from kvpool_vllm.group_keying import GroupKeying, registered_window_blocks, with_leads
 from kvpool_vllm.identification import Identification
 from kvpool_vllm.load_report import LoadReport
 from kvpool_vllm.scheduler_link import SchedulerLink
-from kvpool_vllm.scheduler_side import GroupKeying, KvpoolManager
+from kvpool_vllm.scheduler_side import KvpoolManager
 from kvpool_vllm.settings import Settings, read_settings
 from kvpool_vllm.worker import KvpoolWorker
 from kvpool_vllm.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import SchedulerOffloadConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        GroupOffloadConfig,
+        SchedulerOffloadConfig,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.base import CanonicalKVCaches
     from vllm.v1.request import Request
 
@@ -97,15 +108,7 @@ class SchedulerSetup:
 
     def connect(self, config: SchedulerOffloadConfig) -> None:
         """vLLM's own scheduler side exists: take its groups over, connect and identify in the background."""
-        groups = [
-            GroupKeying(
-                group=group.group_idx,
-                tokens_per_block=group.tokens_per_chunk,
-                hashes_per_block=group.hashes_per_chunk,
-                window_blocks=group.sliding_window_size_in_chunks or 0,
-            )
-            for group in config.kv_group_configs
-        ]
+        groups = with_leads([_keying(group) for group in config.kv_group_configs])
         link = SchedulerLink(
             self._settings.socket_path,
             lambda: self._greeting.hello("scheduler"),
@@ -157,9 +160,11 @@ class SchedulerSetup:
             self._load.report(link.client.send, now=time.monotonic())
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, and keep nothing of the requests."""
         if self._link is not None:
             self._link.client.close()
+        self._manager.clear()
+        self._load.clear()
 
 
 class WorkerSetup:
@@ -176,15 +181,15 @@ class WorkerSetup:
 
     def make_worker(self, caches: CanonicalKVCaches) -> KvpoolWorker:
         """For the spec: check the layout, plan the copies, connect."""
-        groups = [self._kv_cache.kv_cache_groups[i] for i in self._kv_cache.prefix_cacheable_group_ids]
+        group_ids = get_offloading_group_ids(self._kv_cache)
+        groups = [self._kv_cache.kv_cache_groups[group_id] for group_id in group_ids]
         names = [list(group.layer_names) for group in groups]
         shared, own = fingerprint.worker_parts(self._config, caches, names)
         plans = build_group_plans(caches)
+        context_parallel = self._config.parallel_config.decode_context_parallel_size
         layouts = [
-            wire.GroupLayout(group_id, plan.payload_bytes, spec.block_size, _window_blocks(spec))
-            for group_id, plan, spec in zip(
-                self._kv_cache.prefix_cacheable_group_ids, plans, (g.kv_cache_spec for g in groups), strict=True
-            )
+            _layout(group_id, group, plan, resolve_dcp_kv_block_size(group.kv_cache_spec, context_parallel))
+            for group_id, group, plan in zip(group_ids, groups, plans, strict=True)
         ]
         copier = make_copier(caches.tensors[0].tensor.device)
         registration = wire.RegisterWorker(0, shared, own, layouts)
@@ -238,8 +243,16 @@ class WorkerSetup:
         return refused
 
 
-def _window_blocks(spec: Any) -> int:
-    """Blocks that a load needs at the end of a prefix: 0 for full attention (vLLM's `get_sliding_window_size_in_chunks`)."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
+def _keying(config: GroupOffloadConfig) -> GroupKeying:
+    window = registered_window_blocks(config.sliding_window_size_in_chunks or 0, is_draft=config.is_eagle_group)
+    return GroupKeying(
+        config.group_idx, config.tokens_per_chunk, config.hashes_per_chunk, window, is_draft=config.is_eagle_group
+    )
 
-    return get_sliding_window_size_in_chunks(spec, spec.block_size) or 0
+
+def _layout(group_id: int, group: KVCacheGroupSpec, plan: GroupPlan, tokens_per_block: int) -> wire.GroupLayout:
+    """A group as a worker registers it; the layers of one group have windows of one size."""
+    spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+    window = get_sliding_window_size_in_chunks(spec, tokens_per_block) or 0
+    window = registered_window_blocks(window, is_draft=group.is_eagle_group)
+    return wire.GroupLayout(group_id, plan.payload_bytes, tokens_per_block, window)

@@ -40,6 +40,12 @@ class LoadReport:
         """The agent is a new one: tell it whatever there is."""
         self._told, self._next = None, 0.0
 
+    def clear(self) -> None:
+        """Nothing is told any more."""
+        with self._lock:
+            self._requests.clear()
+            self._left.clear()
+
     def began(self, request: Request) -> None:
         """A request entered the engine."""
         with self._lock:
@@ -69,7 +75,8 @@ class LoadReport:
             self._left[request_id] = left
 
     def _look(self, now: float) -> None:
-        """At every request: a preempted one has more left than it had."""
+        """At every request: a preempted one has more left than it had, and one that is over counts no more, told or not."""
+        self._requests = {name: request for name, request in self._requests.items() if not request.is_finished()}
         self._left = OrderedDict((name, left) for name, request in self._requests.items() if (left := _left(request)))
         self._tokens = sum(self._left.values())
         self._next_look = now + REPORT_SECONDS

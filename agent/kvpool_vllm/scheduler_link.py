@@ -137,5 +137,7 @@ class SchedulerLink:
         self.domain = domain
 
     def _announcement(self, held: list[tuple[str, int, int]]) -> wire.Announce:
+        """A load from a slot that is left out fails if the slot is taken meanwhile."""
+        held = held[: wire.ANNOUNCED_SLOTS_MAX]
         requests, slots, generations = ([row[i] for row in held] for i in range(3))
         return wire.Announce(self.client.next_id(), requests, slots, generations)  # type: ignore[arg-type]

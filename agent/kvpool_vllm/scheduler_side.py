@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import (
@@ -26,12 +27,14 @@ from kvpool_core import wire
 from kvpool_core.block_hash import HASH_BYTES
 from kvpool_vllm import metrics
 from kvpool_vllm.gpu_blocks import GpuBlocks
+from kvpool_vllm.group_keying import GroupKeying, asked_tokens, group_keys, index_of, leading_keys
 from kvpool_vllm.identification import Identification
 from kvpool_vllm.lease_wear import LeaseWear, Reliance
 from kvpool_vllm.lookups import Lookup, Patience, patience_for
 from kvpool_vllm.prefill_rate import PrefillRate
 from kvpool_vllm.scheduler_link import SchedulerLink
 from kvpool_vllm.settings import Settings
+from kvpool_vllm.tracked_requests import DROP_EVERY_STEPS, TrackedRequests
 from kvpool_vllm.transfer_specs import LoadSpec, StoreSpec
 
 if TYPE_CHECKING:
@@ -42,24 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvpool")
 
 
-class GroupKeying:
-    """How one offloaded group cuts a request into blocks. `hashes_per_block`: block hashes a block spans."""
-
-    def __init__(self, *, group: int, tokens_per_block: int, hashes_per_block: int, window_blocks: int) -> None:
-        self.group = group
-        self.tokens_per_block = tokens_per_block
-        self.hashes_per_block = hashes_per_block
-        self.window_blocks = window_blocks
-
-    def hashes(self, request: Request) -> list[bytes]:
-        """The hash of each whole block of the request: that of its last hash boundary."""
-        return list(request.block_hashes[self.hashes_per_block - 1 :: self.hashes_per_block])
-
-    def key(self, block_hash: bytes) -> bytes:
-        """vLLM's OffloadKey."""
-        return block_hash + self.group.to_bytes(4, "big")
-
-
 class KvpoolManager(OffloadingManager):
     """vLLM's view of the tiers behind the GPU."""
 
@@ -68,10 +53,8 @@ class KvpoolManager(OffloadingManager):
         self._identification = identification
         self._gpu_blocks = gpu_blocks
         self._groups: dict[int, GroupKeying] = {}
-        self._requests: dict[str, Request] = {}
-        self._lookups: dict[str, Lookup] = {}
-        self._by_rid: dict[int, Lookup] = {}
-        self._failed: set[str] = set()
+        self._asked_tokens = 0
+        self._tracked: TrackedRequests[Lookup] = TrackedRequests()
         self._patience = Patience(settings.verdicts_missed_before_pause, settings.pause_seconds)
         self._stats = metrics.Stats()
         self._gauges: dict[str, float] = {}
@@ -83,30 +66,31 @@ class KvpoolManager(OffloadingManager):
         """The connection and the groups exist now."""
         self.link = link
         self._groups = {group.group: group for group in groups}
+        self._asked_tokens = asked_tokens(groups)
 
     # --- called by the connector ----------------------------------------------------------------------------------
 
     def track(self, request: Request) -> None:
         """A request entered the queue: ask for its blocks at once."""
-        self._requests[request.request_id] = request
+        self._tracked.begin(request)
         self.ensure_asked(request)
 
     @property
     def has_requests(self) -> bool:
         """Whether a request is in the engine, so that a step may come at any moment."""
-        return bool(self._requests)
+        return len(self._tracked) > 0
 
     def ensure_asked(self, request: Request, local_tokens: int | None = None) -> None:
         """Before vLLM looks a request up: make sure that a question is open or answered, with leases that still hold.
 
         local_tokens: what the engine's own cache holds of the request now, None on its arrival.
         """
-        former = self._lookups.get(request.request_id)
+        former = self._tracked.lookup(request.request_id)
         if former is not None:
             if not self._is_worn_out(former, local_tokens):
                 return
             self._forget(former)
-        if request.request_id not in self._failed and not request.skip_reading_prefix_cache:
+        if not self._tracked.has_failed(request.request_id) and not request.skip_reading_prefix_cache:
             self._ask(request, local_tokens, former.wear if former is not None else LeaseWear())
 
     def _is_worn_out(self, lookup: Lookup, local_tokens: int | None) -> bool:
@@ -127,20 +111,27 @@ class KvpoolManager(OffloadingManager):
     def mark_failed(self, request_ids: Collection[str]) -> None:
         """Loads of these requests failed: they are recomputed and see only misses."""
         for request_id in request_ids:
-            self._failed.add(request_id)
+            self._tracked.fail(request_id)
             self._stats.increase_counter(metrics.LOAD_FAILURES)
-            if (lookup := self._lookups.get(request_id)) is not None:
+            if (lookup := self._tracked.lookup(request_id)) is not None:
+                self._forget(lookup)
+
+    def admit(self, request_ids: Collection[str]) -> None:
+        """Requests that run now: those without a load need their leases no more."""
+        for request_id in request_ids:
+            lookup = self._tracked.lookup(request_id)
+            if lookup is not None and not lookup.loading:
                 self._forget(lookup)
 
     def on_verdict(self, verdict: wire.Verdict) -> None:
         """On the client's thread: hand a verdict to its lookup."""
-        lookup = self._by_rid.get(verdict.rid)
+        lookup = self._tracked.asked(verdict.rid)
         if lookup is not None:
             lookup.accept(verdict)
 
     def held(self) -> list[tuple[str, int, int]]:
         """(request, slot, generation) of every leased slot that a request may still read."""
-        return [(lookup.name, *slot) for lookup in list(self._lookups.values()) for slot in lookup.held()]
+        return [(lookup.name, *slot) for lookup in self._tracked.lookups() for slot in lookup.held()]
 
     def report(self) -> metrics.Stats | None:
         """Counters since the last call and the state of the connection."""
@@ -166,25 +157,26 @@ class KvpoolManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """The key's state by what is known now."""
-        lookup = self._lookups.get(req_context.req_id)
+        lookup = self._tracked.lookup(req_context.req_id)
         return lookup.state(key) if lookup is not None else LookupResult.MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """vLLM's own accounting: `ram` is the host, `valkey` is elsewhere."""
-        lookup = self._lookups.get(req_context.req_id)
+        lookup = self._tracked.lookup(req_context.req_id)
         if lookup is None or key not in lookup.index or not lookup.answered:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         return CacheHitSource.HOST if lookup.tier(key) == "ram" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Name the leased slots to the workers; the lease is released when the load ends."""
-        lookup = self._lookups[req_context.req_id]
+        lookup = self._tracked.lookup(req_context.req_id)
+        assert lookup is not None, "vLLM loads only what a lookup found"
         lookup.loading = True
         return LoadSpec([lookup.placement(key) for key in keys], lookup.lease_until_ns)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Every worker has ended the load, well or not."""
-        lookup = self._lookups.get(req_context.req_id)
+        lookup = self._tracked.lookup(req_context.req_id)
         if lookup is None:
             return
         self._count_loaded(lookup, keys)
@@ -193,37 +185,42 @@ class KvpoolManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Name the blocks; the workers reserve slots. Nothing to store where the blocks' domain is not known."""
         nothing = PrepareStoreOutput([], StoreSpec(b"", False, []), [])
-        request = self._requests.get(req_context.req_id)
+        request = self._tracked.get(req_context.req_id)
         place = self._domain_of(request) if request is not None else None
         if request is None or place is None or not _is_storable(request):
             return nothing
-        wanted = list(keys)
+        wanted = [OffloadKey(key) for key in leading_keys(list(keys), partial(_end_token, req_context))]
         store_keys = [self._store_key(key, request, req_context) for key in wanted]
         self._stats.increase_counter(metrics.OFFERED_BLOCKS, len(wanted))
         return PrepareStoreOutput(wanted, StoreSpec(*place, store_keys), [])
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Requests that were admitted without a load need their leases no more. Called once a step."""
+        """Called once a step."""
         self._steps += 1
-        for request_id in context.new_req_ids:
-            lookup = self._lookups.get(request_id)
-            if lookup is not None and not lookup.loading:
-                self._forget(lookup)
+        self.admit(list(context.new_req_ids))
+        if self._steps % DROP_EVERY_STEPS == 0:
+            for request_id in self._tracked.drop_finished():
+                self._end(request_id)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """The request is over; a load still in flight keeps its lease until `complete_load`."""
-        self._requests.pop(req_context.req_id, None)
-        self._failed.discard(req_context.req_id)
-        lookup = self._lookups.get(req_context.req_id)
-        if lookup is not None and not lookup.loading:
+        self._end(req_context.req_id)
+
+    def _end(self, request_id: str) -> None:
+        lookup = self._tracked.end(request_id)
+        if lookup is not None:
             self._forget(lookup)
 
     def reset_cache(self) -> None:
         """vLLM resets connectors when weights may have changed: share nothing from now on, load nothing from before."""
         self._identification.make_private()
         logger.warning("kvpool: the external cache was reset: this engine's blocks stay private until it is restarted")
-        for lookup in list(self._lookups.values()):
+        for lookup in self._tracked.lookups():
             self._forget(lookup)
+
+    def clear(self) -> None:
+        """Nothing is asked any more: keep nothing of the requests."""
+        self._tracked = TrackedRequests()
 
     def shutdown(self) -> None:
         """End the connection."""
@@ -233,54 +230,48 @@ class KvpoolManager(OffloadingManager):
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, local_tokens: int | None, wear: LeaseWear) -> None:
-        now = time.monotonic()
         place = self._domain_of(request)
-        if place is None or self.link is None or self._patience.is_paused(now):
+        if place is None or self.link is None or self._patience.is_paused(time.monotonic()):
             return
-        groups = [self._group_keys(keying, request, local_tokens) for keying in self._groups.values()]
-        missing = max((len(g.hashes) - g.local_blocks) * self._groups[g.group].tokens_per_block for g in groups)
+        keyings = list(self._groups.values())
+        asked = min(
+            self._asked_tokens,
+            max(len(request.block_hashes) // k.hashes_per_block * k.tokens_per_block for k in keyings),
+        )
+        held = self._guess_local_tokens(request) if local_tokens is None else local_tokens
+        missing = asked - held
         if missing <= 0:
             return
-        rid = self.link.client.next_id()
-        lookup = self._new_lookup(rid, request.request_id, groups, now, missing_tokens=missing, wear=wear)
-        lookup.local_tokens = max(g.local_blocks * self._groups[g.group].tokens_per_block for g in groups)
-        self._lookups[request.request_id] = self._by_rid[rid] = lookup
-        message = wire.Prefetch(rid, lookup.name, *place, groups, self.rate.tokens_per_second)
+        groups = group_keys(
+            keyings, request.block_hashes, tokens=asked, local_tokens=held, windows_are_local=local_tokens is not None
+        )
+        lookup = self._new_lookup(request.request_id, index_of(keyings, groups), missing_tokens=missing, wear=wear)
+        lookup.local_tokens = held
+        self._tracked.ask(lookup)
+        message = wire.Prefetch(lookup.rid, lookup.name, *place, groups, self.rate.tokens_per_second)
         if self.link.client.send(message):
             self._stats.increase_counter(metrics.QUERIED_TOKENS, missing)
         else:
             self._forget(lookup)
 
-    def _group_keys(self, keying: GroupKeying, request: Request, local_tokens: int | None) -> wire.GroupKeys:
-        hashes = keying.hashes(request)
-        if keying.window_blocks:
-            local = 0
-        elif local_tokens is None:
-            local = self._gpu_blocks.leading_blocks(keying.key(block_hash) for block_hash in hashes)
-        else:
-            local = min(local_tokens // keying.tokens_per_block, len(hashes))
-        return wire.GroupKeys(keying.group, hashes, local)
+    def _guess_local_tokens(self, request: Request) -> int:
+        """What vLLM will find in the engine's own cache, as far as groups of full attention tell."""
+        full = [keying for keying in self._groups.values() if not keying.window_blocks]
+        return min((self._leading_tokens(keying, request) for keying in full), default=0)
+
+    def _leading_tokens(self, keying: GroupKeying, request: Request) -> int:
+        hashes = keying.hashes(request.block_hashes, self._asked_tokens)
+        return self._gpu_blocks.leading_blocks(map(keying.key, hashes)) * keying.tokens_per_block
 
     def _new_lookup(
-        self,
-        rid: int,
-        request_id: str,
-        groups: list[wire.GroupKeys],
-        now: float,
-        *,
-        missing_tokens: int,
-        wear: LeaseWear,
+        self, request_id: str, index: dict[bytes, tuple[int, int]], *, missing_tokens: int, wear: LeaseWear
     ) -> Lookup:
         assert self.link is not None
-        index = {
-            self._groups[keys.group].key(block_hash): (g, i)
-            for g, keys in enumerate(groups)
-            for i, block_hash in enumerate(keys.hashes)
-        }
-        rate, settings = self.rate.tokens_per_second, self._settings
-        verdict_seconds, pending_seconds = patience_for(missing_tokens / rate if rate else None, settings)
+        now = time.monotonic()
+        rate = self.rate.tokens_per_second
+        verdict_seconds, pending_seconds = patience_for(missing_tokens / rate if rate else None, self._settings)
         return Lookup(
-            rid,
+            self.link.client.next_id(),
             request_id,
             now + verdict_seconds,
             now + pending_seconds,
@@ -312,12 +303,12 @@ class KvpoolManager(OffloadingManager):
     def _forget(self, lookup: Lookup) -> None:
         if lookup.answered:
             self._patience.answered()
-        self._lookups.pop(lookup.request_id, None)
+        self._tracked.close(lookup)
         if not lookup.given_up:
             self._release(lookup)
 
     def _release(self, lookup: Lookup) -> None:
-        self._by_rid.pop(lookup.rid, None)
+        self._tracked.close_question(lookup)
         if self.link is not None:
             self.link.client.send(wire.Release(self.link.client.next_id(), [lookup.name]))
 
@@ -336,11 +327,14 @@ class KvpoolManager(OffloadingManager):
     def _store_key(self, key: OffloadKey, request: Request, context: ReqContext) -> wire.StoreKey:
         block_hash, group = bytes(key[:HASH_BYTES]), int.from_bytes(key[HASH_BYTES:], "big")
         keying = self._groups[group]
-        end_token = context.get_offload_key_position(key) or 0
-        position = max(0, end_token // keying.tokens_per_block - 1)
+        position = max(0, _end_token(context, key) // keying.tokens_per_block - 1)
         before = position * keying.hashes_per_block - 1
         parent = bytes(request.block_hashes[before]) if 0 <= before < len(request.block_hashes) else b""
         return wire.StoreKey(group, block_hash, parent, position)
+
+
+def _end_token(context: ReqContext, key: bytes) -> int:
+    return context.get_offload_key_position(OffloadKey(key)) or 0
 
 
 def _is_storable(request: Request) -> bool:

@@ -15,6 +15,10 @@ class Request:
     request_id: str
     num_prompt_tokens: int
     num_computed_tokens: int = 0
+    finished: bool = False
+
+    def is_finished(self) -> bool:
+        return self.finished
 
 
 class Told:
@@ -88,6 +92,17 @@ def test_a_preempted_request_has_its_prompt_left_again() -> None:
     request.num_computed_tokens = 0
     told.report(REPORT_SECONDS)
     assert told.loads == [(1, 100), (1, 0), (1, 100)]
+
+
+def test_a_request_of_whose_end_nobody_told_counts_no_more() -> None:
+    request = Request("a", 100)
+    told = Told(request)
+    told.report(0.0)
+    request.finished = True
+    told.report(REPORT_SECONDS)
+    told.report_.ended(request)
+    told.report(2 * REPORT_SECONDS)
+    assert told.loads == [(1, 100), (0, 0)]
 
 
 class CountedRequest(Request):
