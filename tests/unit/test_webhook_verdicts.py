@@ -127,6 +127,18 @@ def test_a_trial_is_the_pod_without_what_only_servers_may_set() -> None:
     assert [owner.get("blockOwnerDeletion") for owner in trial["metadata"]["ownerReferences"]] == [None]
 
 
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        ({"generateName": "llama-"}, "llama-trial"),
+        ({"generateName": "x" * 63}, "x" * 58 + "trial"),
+        ({"name": "llama-0", "generateName": "llama-"}, "llama-0"),
+    ],
+)
+def test_trials_of_a_pod_have_one_name_so_that_refusals_can_be_compared(metadata: Manifest, name: str) -> None:
+    assert build_trial({"metadata": metadata, "spec": {}}, "a")["metadata"]["name"] == name
+
+
 def test_a_trial_does_not_call_the_webhook_again() -> None:
     for pod in (PLAIN, INJECTED):
         assert "kvpool.io/inject" not in build_trial(pod, "a")["metadata"]["labels"]

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from kvpool_operator.webhook.contract import INJECT_LABEL, Manifest
 
+MOST_OF_GENERATED = 58
+"""Characters of `generateName` that the API server keeps before its five random ones."""
+SUFFIX = "trial"
+"""In place of the random ones, which have no vowels: so no pod has the name, and two refusals of one pod read the same."""
+
 _SERVER_SET = frozenset({"uid", "resourceVersion", "creationTimestamp", "managedFields", "selfLink", "generation"})
 
 
@@ -21,6 +26,7 @@ def build_trial(pod: Manifest, namespace: str) -> Manifest:
         "kind": "Pod",
         "metadata": {
             **kept,
+            "name": metadata.get("name") or f"{metadata.get('generateName', '')[:MOST_OF_GENERATED]}{SUFFIX}",
             "namespace": namespace,
             "labels": {name: value for name, value in labels.items() if name != INJECT_LABEL},
         },
