@@ -159,9 +159,9 @@ class Operator:
 
     def _poke(self, kind: str, raw: Mapping[str, Any], is_gone: bool) -> None:
         """An event came in; on kopf's loop, so nothing here waits."""
+        if kind in (*CLUSTER_KINDS, names.KIND) and not self._news.is_news(kind, raw, is_gone=is_gone):
+            return
         if kind in CLUSTER_KINDS:
-            if not self._news.is_news(kind, raw, is_gone=is_gone):
-                return
             self._directory.poke()
             self._workers.resync_soon()
             return

@@ -1,6 +1,6 @@
 """Which pools an event is about.
 
-Pure but for what is remembered of nodes and namespaces. Invariant: an event only ever leads to a look at pools; nothing is
+Pure but for what is remembered of nodes, namespaces and pools. Invariant: an event only ever leads to a look at pools; nothing is
 decided from what it says.
 """
 
@@ -33,14 +33,15 @@ def pool_key(kind: str, raw: Raw) -> Key | None:
 
 
 class News:
-    """Tells changes of nodes and namespaces that matter from heartbeats."""
+    """Tells changes of nodes, namespaces and pools that matter from heartbeats and from what we write into status ourselves."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], str] = {}
 
     def is_news(self, kind: str, raw: Raw, *, is_gone: bool) -> bool:
         """Whether pools must be looked at because of it."""
-        name = (kind, (raw.get("metadata") or {}).get("name", ""))
+        meta = raw.get("metadata") or {}
+        name = (kind, f"{meta.get('namespace', '')}/{meta.get('name', '')}")
         if is_gone:
             return self._known.pop(name, None) is not None
         now = names.digest(_what_matters(kind, raw))
@@ -51,6 +52,9 @@ class News:
 def _what_matters(kind: str, raw: Raw) -> list[object]:
     meta, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = meta.get("labels") or {}
+    if kind == names.KIND:
+        kept = ("uid", "generation", "deletionTimestamp", "finalizers", "annotations")
+        return [meta.get(part) for part in kept]
     if kind == "Namespace":
         return [labels, status.get("phase"), meta.get("deletionTimestamp")]
     ready = [one.get("status") for one in status.get("conditions") or () if one.get("type") == "Ready"]

@@ -140,6 +140,27 @@ def test_heartbeats_of_nodes_are_no_news_and_changes_are() -> None:
     assert not news.is_news("Node", node("False", beat=9), is_gone=True)
 
 
+def test_status_of_a_pool_is_no_news_since_we_write_it_ourselves() -> None:
+    """A message with a number that changes would otherwise lead from look to look without a pause."""
+    news = News()
+
+    def is_news(*, ready: int, namespace: str = "a", is_gone: bool = False, **meta: Any) -> bool:
+        raw = {
+            "metadata": {"namespace": namespace, "name": "chat", "uid": "u", "resourceVersion": str(ready), **meta},
+            "status": {"agents": {"ready": ready}},
+        }
+        return news.is_news(names.KIND, raw, is_gone=is_gone)
+
+    assert is_news(ready=1, generation=1)
+    assert not is_news(ready=2, generation=1)
+    assert is_news(ready=2, generation=2)
+    assert is_news(ready=2, generation=2, annotations={names.RECONCILE_ANNOTATION: "paused"})
+    assert is_news(ready=2, generation=2, annotations={}, deletionTimestamp="2026-01-01T00:00:00Z")
+    assert is_news(ready=2, generation=2, namespace="b")
+    assert is_news(ready=2, generation=2, is_gone=True)
+    assert is_news(ready=2, generation=2)
+
+
 def test_kopf_is_given_event_handlers_only_and_writes_nothing_by_itself() -> None:
     registry = handlers.build_registry(lambda _kind, _raw, _gone: None)
     settings = handlers.build_settings()
