@@ -52,7 +52,7 @@ class Applier:
         wanted = {identity(manifest): manifest for manifest in planned}
         for manifest in wanted.values():
             try:
-                self._apply_one(pool, manifest, outcome)
+                self._apply_as_it_is(pool, manifest, outcome)
             except NotFoundError as error:
                 outcome.refusals.append(Refusal(reason=reasons.APPLY_REFUSED, message=str(error)))
             except (ConflictError, ForbiddenError, InvalidError) as error:
@@ -69,6 +69,14 @@ class Applier:
             for raw in self._kube.list_all(kind, namespace=namespace, labels=labels):
                 found[identity(raw)] = raw
         return found
+
+    def _apply_as_it_is(self, pool: Pool, manifest: Manifest, outcome: Outcome) -> None:
+        """Once more when what was read is not there any more: deleted, or made anew by somebody, meanwhile."""
+        try:
+            self._apply_one(pool, manifest, outcome)
+        except ConflictError:
+            outcome.live.pop(identity(manifest), None)
+            self._apply_one(pool, manifest, outcome)
 
     def _apply_one(self, pool: Pool, manifest: Manifest, outcome: Outcome) -> None:
         key = identity(manifest)

@@ -60,6 +60,30 @@ def edited(part: Any, edit: Any) -> Any:
     return {**part, **{key: edited(part.get(key), value) for key, value in edit.items()}}
 
 
+@pytest.mark.parametrize(("kind", "name"), [("ConfigMap", "chat-agent"), ("Secret", "chat-token")])
+def test_object_that_is_deleted_while_it_is_put_back_is_made_anew_at_once(
+    api: FakeApiServer, kind: str, name: str
+) -> None:
+    operating = settled(api)
+    live = api.find(kind, name)
+    assert live is not None
+    api.put({**live, "data": {"broken": ""}})
+
+    def delete_first(method: str, written: str, which: str) -> None:
+        if (method, written, which) == ("PATCH", kind, name):
+            api.on_write = lambda _method, _kind, _name: None
+            api.remove(kind, name)
+
+    api.on_write = delete_first
+    operating.reconcile(KEY)
+
+    now = api.find(kind, name)
+    assert now is not None
+    assert now["data"] == live["data"]
+    assert now["metadata"]["uid"] != live["metadata"]["uid"]
+    assert condition(api, reasons.SPEC_ACCEPTED)["status"] == "True"
+
+
 def test_edit_that_cannot_be_put_back_has_the_object_made_anew(api: FakeApiServer) -> None:
     operating = settled(api)
     live = api.find("ConfigMap", "chat-agent")
