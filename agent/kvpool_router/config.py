@@ -154,7 +154,7 @@ class Timeouts(_Section, frozen=True, kw_only=True):
     probe_seconds: float = 1.0
     """For a probe's answer, and for that of /v1/models."""
     probe_failures: int = 3
-    """Probes without an answer in a row until an endpoint is down; a refused connection suffices at once."""
+    """Probes without an answer in a row until an endpoint is silent; a refused connection takes it down at once."""
     models_interval_seconds: float = 10.0
     """How often the list of served models and adapters is read again."""
     grace_seconds: float = 30.0

@@ -1,7 +1,7 @@
 """The endpoints that exist, whether each is up, and which models it serves.
 
-Invariant: an endpoint is `up` only if its last contact succeeded, or too few probes in a row went unanswered. One that
-went down for silence alone is `silent`: overloaded or hung, so it is used only while none is up.
+Invariant: an endpoint is `up` only if its last contact succeeded, or too few probes in a row went unanswered. One whose last
+probes all went unanswered is `silent`, whether it was up before or never: overloaded or hung, so it is used only while none is up.
 State only; probing is in `health.py`.
 """
 
@@ -76,16 +76,21 @@ class EndpointTable:
     def mark_down(self, state: EndpointState, problem: str) -> bool:
         """It refused, or said that it is not well; True when it was up."""
         was_up = state.up
-        state.up, state.silent, state.problem = False, False, problem
+        state.up, state.silent, state.unanswered, state.problem = False, False, 0, problem
         return was_up
 
     def mark_unanswered(self, state: EndpointState, problem: str) -> bool:
-        """A probe got no answer in time; True when that took the endpoint down."""
+        """A probe got no answer in time; True when that made the endpoint silent."""
         state.unanswered += 1
-        if not state.up or state.unanswered < self._probe_failures:
+        if state.silent or state.unanswered < self._probe_failures:
             return False
         state.up, state.silent, state.problem = False, True, problem
         return True
+
+    def usable(self, states: Sequence[EndpointState]) -> list[EndpointState]:
+        """Those that may get requests: the silent ones only where none is up."""
+        up = [state for state in states if state.up]
+        return up or [state for state in states if state.silent]
 
     def any_usable(self) -> bool:
         """Whether any request can be served."""

@@ -81,7 +81,7 @@ class HealthMonitor:
                 problem = await self._ask_health(endpoint)
         except TimeoutError:
             if self._table.mark_unanswered(endpoint, "no answer to GET /health in time"):
-                self._log_down(endpoint)
+                self._log(endpoint, "endpoint is silent")
             return False
         except (aiohttp.ClientError, OSError) as error:
             self.mark_down(endpoint, f"GET /health: {error}")
@@ -95,7 +95,7 @@ class HealthMonitor:
     def mark_down(self, endpoint: EndpointState, problem: str) -> None:
         """The endpoint refused a connection, or says that it is not well."""
         if self._table.mark_down(endpoint, problem):
-            self._log_down(endpoint)
+            self._log(endpoint, "endpoint is down")
         self._show(endpoint)
 
     async def refresh_models(self, endpoint: EndpointState) -> None:
@@ -136,7 +136,8 @@ class HealthMonitor:
         """A request in flight may still learn of an endpoint that is gone: its metric stays gone."""
         if self._table.get(endpoint.address) is endpoint:
             self._metrics.endpoint_up.labels(endpoint.address).set(endpoint.up)
+            self._metrics.endpoint_silent.labels(endpoint.address).set(endpoint.silent)
 
-    def _log_down(self, endpoint: EndpointState) -> None:
+    def _log(self, endpoint: EndpointState, message: str) -> None:
         self._show(endpoint)
-        log.warning("endpoint is down", extra=fields(endpoint=endpoint.address, detail=endpoint.problem))
+        log.warning(message, extra=fields(endpoint=endpoint.address, detail=endpoint.problem))

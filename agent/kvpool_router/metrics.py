@@ -88,6 +88,12 @@ class RouterMetrics:
         self.endpoint_up = Gauge(
             "kvpool_router_endpoint_up", "1 while the endpoint is ready", ("endpoint",), registry=registry
         )
+        self.endpoint_silent = Gauge(
+            "kvpool_router_endpoint_silent",
+            "1 while the endpoint's last probes all went unanswered: it gets requests only while no other is up",
+            ("endpoint",),
+            registry=registry,
+        )
         self.queued_tokens = Gauge(
             "kvpool_router_queued_tokens",
             "Prompt tokens in flight whose answer has not begun, by target",

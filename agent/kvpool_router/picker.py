@@ -112,8 +112,8 @@ class Picker:
         every = self._table.all()
         known = [endpoint for endpoint in every if self._serves(endpoint, model)]
         if known or not every:
-            return _usable(known), True
-        return _usable(every), False
+            return self._table.usable(known), True
+        return self._table.usable(every), False
 
     def _serves(self, endpoint: EndpointState, model: str) -> bool:
         if not model or endpoint.models is None or model in endpoint.models:
@@ -264,11 +264,6 @@ class Picker:
         chain = plan.chains.get(target.settings, [])
         scale = max(1, target.ref.block_tokens // target.settings.block_size)
         return chain if scale == 1 else chain[scale - 1 :: scale]
-
-
-def _usable(endpoints: Sequence[EndpointState]) -> list[EndpointState]:
-    up = [endpoint for endpoint in endpoints if endpoint.up]
-    return up or [endpoint for endpoint in endpoints if endpoint.silent]
 
 
 def _reason(plan: Plan, choice: Choice, *, is_known: bool) -> str:

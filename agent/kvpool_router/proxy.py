@@ -41,7 +41,16 @@ from kvpool_router.picker import Picker, Plan, Route
 from kvpool_router.reasons import BAD_REQUEST, LOAD, NO_ENDPOINT, RETRY, ROUTER_FULL, UPSTREAM_FAILED
 from kvpool_router.request_body import BodyError, RequestBody
 from kvpool_router.route_header import ROUTE_HEADER, format_refusal, format_route
-from kvpool_router.upstream import BROKEN, REFUSED, UpstreamAnswer, UpstreamError, forwarded_headers, open_upstream
+from kvpool_router.upstream import (
+    BROKEN,
+    LATE,
+    REFUSED,
+    SILENT,
+    UpstreamAnswer,
+    UpstreamError,
+    forwarded_headers,
+    open_upstream,
+)
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +177,7 @@ class CompletionRoute:
         """Forward to one target; False when another may be tried."""
         charge = self._start(exchange.plan, route)
         try:
-            answer = await self._open(exchange, route)
+            answer = await self._open_unless_silent(exchange, route)
             exchange.let_go_of_body()
             self._begun(route, charge)
             await self._relay(exchange, route, answer)
@@ -199,6 +208,23 @@ class CompletionRoute:
         self._parts.book.first_byte(charge, now=now)
         if now - charge.started > self._parts.config.index.speculative_seconds / 2:
             self._parts.picker.assume_held(route, now=now)
+
+    async def _open_unless_silent(self, exchange: _Exchange, route: Route) -> UpstreamAnswer:
+        """Wait for the answer as long as the engine shows signs of life, or no other can take the request."""
+        opening = asyncio.create_task(self._open(exchange, route))
+        try:
+            while not (await asyncio.wait({opening}, timeout=self._parts.config.timeouts.probe_interval_seconds))[0]:
+                if route.target.endpoint.silent and self._is_another_up(exchange, route):
+                    raise UpstreamError("no sign of life, and another endpoint is up", cause=SILENT)
+            return opening.result()
+        except BaseException:
+            await _discard(opening)
+            raise
+
+    def _is_another_up(self, exchange: _Exchange, route: Route) -> bool:
+        tried = exchange.tried | {route.target.name}
+        another = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=tried)
+        return another is not None and another.target.endpoint.up
 
     async def _open(self, exchange: _Exchange, route: Route) -> UpstreamAnswer:
         rank = route.target.dp_rank
@@ -246,7 +272,9 @@ class CompletionRoute:
         if error.cause == REFUSED:
             self._parts.health.mark_down(endpoint, str(error))
             return
-        if error.cause != BROKEN:
+        if error.cause == SILENT:
+            return
+        if error.cause == LATE:
             raise RefusedRequestError(504, UPSTREAM_FAILED, f"the engine at {name} gave no answer: {error}")
         well = await self._parts.health.probe(endpoint)
         alternatives = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=exchange.tried)
@@ -287,6 +315,14 @@ class CompletionRoute:
             "routed",
             extra=fields(endpoint=route.target.name, reason=route.reason, prompt_tokens=route.prompt_tokens),
         )
+
+
+async def _discard(opening: asyncio.Task[UpstreamAnswer]) -> None:
+    """Nobody wants the answer: close the connection, so that the engine gives the request up."""
+    opening.cancel()
+    [answer] = await asyncio.gather(opening, return_exceptions=True)
+    if isinstance(answer, UpstreamAnswer):
+        answer.response.close()
 
 
 def _refusal(exchange: _Exchange) -> RefusedRequestError:
@@ -338,7 +374,7 @@ def build_app(parts: ProxyParts) -> Starlette:
 
 async def _merged_models(parts: ProxyParts, authorization: str | None) -> Response:
     """What all ready endpoints tell this client that they serve, each model once."""
-    ready = [endpoint for endpoint in parts.table.all() if endpoint.up or endpoint.silent]
+    ready = parts.table.usable(parts.table.all())
     answers = await asyncio.gather(*(parts.health.ask_models(endpoint, authorization) for endpoint in ready))
     told = [models for _, models in answers if models is not None]
     if told:

@@ -195,7 +195,8 @@ class Router:
         if task is not None:
             task.cancel()
         self.picker.forget(endpoint)
-        self.metrics.endpoint_up.remove_by_labels({"endpoint": endpoint.address})
+        for metric in (self.metrics.endpoint_up, self.metrics.endpoint_silent):
+            metric.remove_by_labels({"endpoint": endpoint.address})
 
     async def _keep_index(self) -> None:
         """Drop what lost agents told, and clean the index of retired holders."""

@@ -42,7 +42,9 @@ REFUSED: Final = "refused"
 BROKEN: Final = "broken"
 """The connection was reset or closed."""
 SILENT: Final = "silent"
-"""Nothing came within the idle timeout: the engine has the request, another must not get it too."""
+"""No answer yet, nor one to the last probes, while another endpoint is up: it gets the request, the connection is closed."""
+LATE: Final = "late"
+"""Nothing came within the idle timeout: the engine has the request and lives, another must not get it too."""
 
 
 class UpstreamError(KVPoolError):
@@ -128,7 +130,7 @@ def _translated(error: Exception) -> UpstreamError:
         case aiohttp.ConnectionTimeoutError():
             return UpstreamError("no connection in time", cause=BROKEN)
         case TimeoutError():
-            return UpstreamError("nothing came within the idle timeout", cause=SILENT)
+            return UpstreamError("nothing came within the idle timeout", cause=LATE)
         case _:
             return UpstreamError(f"the connection broke: {error!r}", cause=BROKEN)
 
