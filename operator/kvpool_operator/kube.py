@@ -21,7 +21,15 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from kvpool_operator.fence import Fence, check_before_send, sending_under, write_timeout
-from kvpool_operator.kube_errors import KubeError, NotFoundError, NotLeaderError, UnavailableError, error_of
+from kvpool_operator.kube_errors import (
+    ConflictError,
+    InvalidError,
+    KubeError,
+    NotFoundError,
+    NotLeaderError,
+    UnavailableError,
+    error_of,
+)
 from kvpool_operator.names import FIELD_MANAGER, Manifest
 from kvpool_operator.resources import RESOURCES
 
@@ -141,7 +149,14 @@ class Kube:
         body = manifest if uid is None else {**manifest, "metadata": {**meta, "uid": uid}}
         path = RESOURCES[manifest["kind"]].path(meta.get("namespace"), meta["name"], subresource)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return self._send("PATCH", path, body=body, content_type=_APPLY_PATCH, query=query)
+        try:
+            return self._send("PATCH", path, body=body, content_type=_APPLY_PATCH, query=query)
+        except InvalidError as error:
+            if uid is not None and "metadata.uid" in str(
+                error
+            ):  # 409 is the answer only where there is no object at all
+                raise ConflictError(str(error), reason=error.reason) from error
+            raise
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Raw:
         """Create; ConflictError when the name is taken. `dry_run`: only ask whether it would be admitted."""

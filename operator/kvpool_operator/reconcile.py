@@ -19,7 +19,7 @@ from kvpool_operator.finishing import Finisher
 from kvpool_operator.former_tier import keys_left
 from kvpool_operator.garbage import Collector
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import ForbiddenError, InvalidError, KubeError, NotFoundError
+from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, KubeError, NotFoundError
 from kvpool_operator.moments import rfc3339, seconds_since
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Namespace, Node, Observed, Pod, Refusal, Rollout, ValkeyHealth, Workload
@@ -359,7 +359,7 @@ class Reconciler:
         }
         try:
             self._kube.apply(body, uid=uid, subresource="status")
-        except NotFoundError:
+        except (NotFoundError, ConflictError):
             log.info("the pool went meanwhile", extra={"data": {"namespace": namespace, "pool": name}})
 
     def _forget_others(self, key: Key, uid: str) -> None:

@@ -165,7 +165,7 @@ class FakeApiServer:
             self.applied[key] = body
             return self._create(key, body)
         if uid and uid != present["metadata"]["uid"]:
-            raise Refusal(409, "uid mismatch")
+            raise Refusal(422, f"metadata.uid: Invalid value: {uid!r}: field is immutable")
         if subresource == "status":
             return self._store(key, {**present, "status": body["status"]})
         wanted = {name: part for name, part in body.items() if name != "metadata"}

@@ -60,6 +60,28 @@ def edited(part: Any, edit: Any) -> Any:
     return {**part, **{key: edited(part.get(key), value) for key, value in edit.items()}}
 
 
+def test_object_of_somebody_else_that_came_while_ours_was_put_back_is_left_alone(api: FakeApiServer) -> None:
+    operating = settled(api)
+    live = api.find("Service", "chat-router")
+    assert live is not None
+    api.put({**live, "spec": {**live["spec"], "ports": []}})
+    theirs = {"kind": "Service", "metadata": {"namespace": "inference", "name": "chat-router"}, "spec": {"theirs": 1}}
+
+    def replace_first(method: str, kind: str, _name: str) -> None:
+        if (method, kind) == ("PATCH", "Service"):
+            api.on_write = lambda _method, _kind, _name: None
+            api.remove("Service", "chat-router")
+            api.put(theirs)
+
+    api.on_write = replace_first
+    operating.reconcile(KEY)
+
+    now = api.find("Service", "chat-router")
+    assert now is not None
+    assert now["spec"] == {"theirs": 1}
+    assert condition(api, reasons.SPEC_ACCEPTED)["reason"] == reasons.NAME_CONFLICT
+
+
 @pytest.mark.parametrize(("kind", "name"), [("ConfigMap", "chat-agent"), ("Secret", "chat-token")])
 def test_object_that_is_deleted_while_it_is_put_back_is_made_anew_at_once(
     api: FakeApiServer, kind: str, name: str
