@@ -251,3 +251,14 @@ def test_purge_job_is_for_external_keys_that_shall_go() -> None:
     assert build_purge_job(POOLS["managed"], SETTINGS) is None
     kept = {"external": {"endpoints": ["v:1"], "deletionPolicy": "Retain"}}
     assert build_purge_job(make_pool(valkey=kept), SETTINGS) is None
+
+
+def test_purge_runs_where_agents_may_run_too() -> None:
+    """In a cluster of which every node has a taint it would wait in vain, and keys would be left."""
+    pool = make_pool(valkey=EXTERNAL, agent={"nodeSelector": {"gpu": "yes"}, "tolerations": [{"key": "team"}]})
+    job, daemon_set = build_purge_job(pool, SETTINGS), agent.build_daemon_set(pool, SETTINGS)
+
+    assert job is not None
+    tolerated = job["spec"]["template"]["spec"]["tolerations"]
+    assert tolerated == daemon_set["spec"]["template"]["spec"]["tolerations"]
+    assert {"key": "team"} in tolerated

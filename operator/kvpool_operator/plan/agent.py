@@ -40,6 +40,11 @@ def image(pool: Pool, settings: Settings) -> str:
     return pool.agent.image or settings.image
 
 
+def tolerations(pool: Pool) -> list[Manifest]:
+    """The taints of the nodes where agents belong."""
+    return [{"key": key, "operator": "Exists"} for key in GPU_TAINTS] + list(pool.agent.tolerations)
+
+
 def holder_memory_bytes(pool: Pool) -> int:
     """The holder's limit: the arena and what keeping it costs."""
     return pool.capacity_bytes + HOLDER_OVERHEAD_BYTES + pool.capacity_bytes // HOLDER_OVERHEAD_DIVISOR
@@ -134,7 +139,7 @@ def _pod_spec(pool: Pool, settings: Settings) -> Manifest:
         pool,
         names.agent_name(pool),
         nodeSelector=dict(spec.node_selector),
-        tolerations=[{"key": key, "operator": "Exists"} for key in GPU_TAINTS] + list(spec.tolerations),
+        tolerations=tolerations(pool),
         affinity=spec.affinity or None,
         priorityClassName=spec.priority_class_name or None,
         terminationGracePeriodSeconds=GRACE_SECONDS,

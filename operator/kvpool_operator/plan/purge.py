@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvpool_operator import names
 from kvpool_operator.names import Manifest
 from kvpool_operator.plan import pods
-from kvpool_operator.plan.agent import CREDENTIALS_FOLDER
+from kvpool_operator.plan.agent import CREDENTIALS_FOLDER, tolerations
 from kvpool_operator.pool import ExternalValkey, Pool
 from kvpool_operator.settings import Settings
 
@@ -25,6 +25,7 @@ def build_purge_job(pool: Pool, settings: Settings) -> Manifest | None:
         pool,
         "default",
         restartPolicy="Never",
+        tolerations=tolerations(pool),  # where agents ran there is room now, and a way to Valkey
         terminationGracePeriodSeconds=5,
         containers=[_purge(pool, external, settings)],
         volumes=[pods.secret_volume("valkey", external.secret_name)] if external.secret_name else None,
