@@ -18,6 +18,7 @@ from typing import Any
 import valkey
 from valkey.credentials import CredentialProvider
 from valkey.exceptions import (
+    AskError,
     AuthenticationError,
     ClusterDownError,
     NoPermissionError,
@@ -39,6 +40,8 @@ class Failure(enum.Enum):
     CONNECTION = "connection"
     UNAUTHENTICATED = "unauthenticated"
     CLUSTER_DOWN = "cluster_down"
+    RESHARDING = "resharding"
+    """The slot is being moved, and no node would answer for the key: not found out, and no fault of any shard."""
     FULL = "full"
     READ_ONLY_REPLICA = "read_only_replica"
     FORBIDDEN = "forbidden"
@@ -50,7 +53,8 @@ _RESPONSES: tuple[tuple[type[ValkeyError], Failure], ...] = (
     (valkey.TimeoutError, Failure.TIMEOUT),
     (valkey.ConnectionError, Failure.CONNECTION),
     (ClusterDownError, Failure.CLUSTER_DOWN),
-    (TryAgainError, Failure.CLUSTER_DOWN),
+    (TryAgainError, Failure.RESHARDING),
+    (AskError, Failure.RESHARDING),
     (OutOfMemoryError, Failure.FULL),
     (ReadOnlyError, Failure.READ_ONLY_REPLICA),
     (NoPermissionError, Failure.FORBIDDEN),

@@ -64,6 +64,7 @@ def exchange_following(
 ) -> Iterator[tuple[int, Reply]]:
     """Like `exchange` on a shard of a topology, yielding (index of the request, reply), redirected ones last.
 
+    While a slot is being moved a command with several keys is refused (TRYAGAIN): give each request one key.
     Raises what valkey-py raises, and LookupError when the topology does not know the shard (any more).
     """
     pending = [(index, shard, False) for index in range(len(requests))]

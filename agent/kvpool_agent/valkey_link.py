@@ -59,8 +59,9 @@ class ValkeyLink:
             if self.topology is None:
                 raise LookupError("no topology is known yet")
             for index, reply in exchange_following(self.topology, shard, requests, deadline=deadline):
-                if isinstance(reply, ResponseError) and _is_link_problem(op, failure_of(reply)):
-                    problem = reply
+                if isinstance(reply, ResponseError):
+                    problem = reply if _is_link_problem(op, failure_of(reply)) else problem
+                    self._count_resharding(reply)
                 yield index, reply
         except EXCHANGE_ERRORS as error:
             self._note_failure(shard, error, key)
@@ -70,6 +71,11 @@ class ValkeyLink:
             self.health.succeeded(shard)
         else:
             self._note_failure(shard, problem, key)
+
+    def _count_resharding(self, reply: ResponseError) -> None:
+        """Only counted: it says nothing of any shard's health."""
+        if failure_of(reply) is Failure.RESHARDING:
+            self.metrics.failure(Failure.RESHARDING.value)
 
     def _note_failure(self, shard: str, error: BaseException, key: BlockKey | None) -> None:
         self.health.failed(shard, failure_of(error), error, key=key)

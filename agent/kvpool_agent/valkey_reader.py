@@ -1,6 +1,7 @@
 """Reading blocks from Valkey: existence and payloads, in batches of one shard, on the tier's threads.
 
 Invariant: every job is reported exactly once, and a target is written only after header and checksums were found right.
+Replies come in any order (redirected ones last), so each is kept with the part that it answers for.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class FetchJob:
     target: memoryview
     report: Callable[[FetchOutcome, int], None]
     is_cancelled: Callable[[], bool]
-    replies: list[Reply] = field(default_factory=list)
+    replies: dict[int, Reply] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -107,8 +108,8 @@ class ValkeyReader:
     ) -> None:
         requests, owners, moved = self._requests(jobs)
         for index, reply in self._link.ask(shard, requests, op="get", moved_bytes=moved, key=jobs[0].key):
-            job = owners[index]
-            job.replies.append(reply)
+            job, part = owners[index]
+            job.replies[part] = reply
             if len(job.replies) < len(part_sizes(len(job.target))):
                 continue
             outcome, checksum, result = self._take(job, bad)
@@ -119,25 +120,27 @@ class ValkeyReader:
                 self._on_hints("removed", [job.key])
             job.report(outcome, checksum)
 
-    def _requests(self, jobs: Sequence[FetchJob]) -> tuple[list[Request], list[FetchJob], int]:
+    def _requests(self, jobs: Sequence[FetchJob]) -> tuple[list[Request], list[tuple[FetchJob, int]], int]:
         requests: list[Request] = []
-        owners: list[FetchJob] = []
+        owners: list[tuple[FetchJob, int]] = []
         moved = 0
         for job in jobs:
             for part, size in enumerate(part_sizes(len(job.target))):
                 requests.append((b"GET", part_name(self._prefix, job.key, part)))
-                owners.append(job)
+                owners.append((job, part))
                 moved += HEADER_BYTES + size
         return requests, owners, moved
 
     def _take(self, job: FetchJob, bad: list[BlockKey]) -> tuple[FetchOutcome, int, str]:
         """(outcome, checksum, metric result) of a block whose replies are all there."""
-        values = [reply for reply in job.replies if isinstance(reply, bytes | bytearray)]
+        replies = [job.replies[part] for part in sorted(job.replies)]
+        values = [reply for reply in replies if isinstance(reply, bytes | bytearray)]
         self._metrics.moved("read", sum(map(len, values)))
-        if any(isinstance(reply, ResponseError) for reply in job.replies):
-            return self._take_error(job, bad)
-        if len(values) < len(job.replies):
-            if job.replies[0] is not None:  # part 0 is written last: without part 1 the block is broken for good
+        errors = [reply for reply in replies if isinstance(reply, ResponseError)]
+        if errors:
+            return self._take_error(job, errors, bad)
+        if len(values) < len(replies):
+            if replies[0] is not None:  # part 0 is written last: without part 1 the block is broken for good
                 bad.append(job.key)
             return FetchOutcome.MISS, 0, "incomplete" if values else "miss"
         try:
@@ -153,8 +156,10 @@ class ValkeyReader:
         self._sizes.learn(job.key, offset)
         return FetchOutcome.OK, block.checksum, "ok"
 
-    def _take_error(self, job: FetchJob, bad: list[BlockKey]) -> tuple[FetchOutcome, int, str]:
-        if any("WRONGTYPE" in str(reply) for reply in job.replies if isinstance(reply, ResponseError)):
+    def _take_error(
+        self, job: FetchJob, errors: Sequence[ResponseError], bad: list[BlockKey]
+    ) -> tuple[FetchOutcome, int, str]:
+        if any("WRONGTYPE" in str(error) for error in errors):
             self._metrics.bad_value("type")
             bad.append(job.key)
             return FetchOutcome.MISS, 0, "bad"
@@ -163,30 +168,32 @@ class ValkeyReader:
     def _delete(self, shard: str, keys: Sequence[BlockKey]) -> None:
         if not keys or not self._may_delete:
             return
-        requests: list[Request] = [
-            (b"UNLINK", part_name(self._prefix, key, 0), part_name(self._prefix, key, 1)) for key in keys
-        ]
-        replies = [reply for _, reply in self._link.ask(shard, requests, op="unlink")]
-        done = sum(isinstance(reply, int) for reply in replies)
+        requests: list[Request] = [(b"UNLINK", part_name(self._prefix, key, part)) for key in keys for part in (0, 1)]
+        answers = [0] * len(keys)
+        for index, reply in self._link.ask(shard, requests, op="unlink"):
+            answers[index // 2] += isinstance(reply, int)
+        done = answers.count(2)
         self._metrics.operation("unlink", "ok", done)
         self._metrics.operation("unlink", "failed", len(keys) - done)
 
     # -------------------------------------------------------------------------------------------------- existence
 
     def _lookup(self, shard: str, keys: Sequence[BlockKey], found: list[bool], start: int) -> None:
+        """A block is there when all its parts are, absent when one is, and unknown when no answer says either."""
         names = [self.part_names(key) for key in keys]
-        requests: list[Request] = [(b"EXISTS", *parts) for parts in names]
-        absent: list[BlockKey] = []
-        answers = 0
+        owners = [number for number, parts in enumerate(names) for _ in parts]
+        requests: list[Request] = [(b"EXISTS", name) for parts in names for name in parts]
+        there, absent = [0] * len(keys), set[int]()
         for index, reply in self._link.ask(shard, requests, op="exists", key=keys[0]):
-            if not isinstance(reply, int):
-                continue
-            answers += 1
-            found[start + index] = reply == len(names[index])
-            if not found[start + index]:
-                absent.append(keys[index])
-        self._metrics.operation("exists", "ok", answers - len(absent))
+            if reply == 1:
+                there[owners[index]] += 1
+            elif isinstance(reply, int):
+                absent.add(owners[index])
+        for number, parts in enumerate(names):
+            found[start + number] = there[number] == len(parts)
+        whole = sum(found[start : start + len(keys)])
+        self._metrics.operation("exists", "ok", whole)
         self._metrics.operation("exists", "miss", len(absent))
-        self._metrics.operation("exists", "failed", len(keys) - answers)
+        self._metrics.operation("exists", "failed", len(keys) - whole - len(absent))
         if absent:
-            self._on_hints("removed", absent)
+            self._on_hints("removed", [keys[number] for number in sorted(absent)])

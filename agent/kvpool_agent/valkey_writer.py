@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from valkey.exceptions import ResponseError
 
-from kvpool_agent.valkey_connection import failure_of
+from kvpool_agent.valkey_connection import Failure, failure_of
 from kvpool_agent.valkey_exchange import Reply, Request
 from kvpool_agent.valkey_keys import BlockKey, part_name
 from kvpool_agent.valkey_link import ValkeyLink
@@ -166,7 +166,7 @@ class ValkeyWriter:
         self._note_set(shard, blocks, error)
         torn = [block for block in blocks if 0 < accepted[id(block)] < len(self._names(block))]
         if torn:
-            unlink: list[Request] = [(b"UNLINK", *self._names(block)) for block in torn]
+            unlink: list[Request] = [(b"UNLINK", name) for block in torn for name in self._names(block)]
             for _ in self._link.ask(shard, unlink, op="unlink"):
                 pass
 
@@ -192,6 +192,8 @@ class ValkeyWriter:
             self._link.health.write_succeeded(shard)
 
     def _note_refusal(self, shard: str, error: ResponseError) -> None:
+        if failure_of(error) is Failure.RESHARDING:  # the next block of another slot is welcome
+            return
         self._link.health.write_refused(shard, failure_of(error), error)
         self._link.attention.set()
 

@@ -1,5 +1,7 @@
 """What is sent to and parsed from a Valkey connection, and its deadline. Socket pairs, no network."""
 
+# valkey-py is typed in parts only:
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import itertools
@@ -169,6 +171,8 @@ def test_trickling_bytes_do_not_outlast_the_deadline() -> None:
         (valkey.AuthenticationError("a"), Failure.UNAUTHENTICATED),
         (valkey.OutOfMemoryError("o"), Failure.FULL),
         (valkey.ReadOnlyError("r"), Failure.READ_ONLY_REPLICA),
+        (valkey.exceptions.TryAgainError("t"), Failure.RESHARDING),
+        (MovedError("5 10.0.0.1:7000"), Failure.RESHARDING),
         (ResponseError("r"), Failure.REFUSED),
         (OSError("o"), Failure.CONNECTION),
     ],
