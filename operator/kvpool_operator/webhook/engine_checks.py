@@ -31,6 +31,8 @@ from kvpool_operator.webhook.skip_reasons import (
 
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+_REFUSING_BACKEND = re.compile(r"\bROCM_(SEGMENTED_)?ATTN\b", re.IGNORECASE)
+"""Attention backends that vLLM does not take with a connector: chosen by name, in whatever flag, it does not start."""
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\D.*)?")
 
 
@@ -110,6 +112,7 @@ def check_supported(engine: Engine) -> Skip | None:
         (flags.has("--headless"), "a headless engine"),
         (flags.has("--omni"), "vLLM-Omni"),
         (flags.is_on("--use-replayssm", "--no-use-replayssm") is True, "--use-replayssm"),
+        (any(_REFUSING_BACKEND.search(token) for token in flags.tokens), "attention backend ROCM_ATTN"),
         (has_expandable_segments(known_values(engine.container)), "expandable_segments in PyTorch's ALLOC_CONF"),
     )
     found = next((what for applies, what in unsupported if applies), "")
