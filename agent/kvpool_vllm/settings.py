@@ -5,6 +5,7 @@ Read once, when a connector is made. Every default stands here, with its unit an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +59,16 @@ _NUMBERS = [name for name in Settings.__slots__ if name.endswith(("_seconds", "_
 
 
 def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Settings:
-    """Settings from KVPOOL_SOCKET, KVPOOL_TOKEN_FILE, KVPOOL_ENDPOINT and the extra config's `kvpool_*` keys.
+    """Settings from KVPOOL_SOCKET, KVPOOL_TOKEN_FILE, KVPOOL_ENDPOINT; numbers from the extra config's `kvpool_*` keys, else
+    from variables of the same names in capitals: a pod that the webhook injects has no extra config of its own.
 
-    ConfigError names a key that is unknown or not a number.
+    ConfigError names a key that is unknown or not a number. Other variables that begin with KVPOOL_ are not ours: Kubernetes
+    makes them for Services.
     """
     socket_path = environ.get("KVPOOL_SOCKET", "")
     if not socket_path:
         raise ConfigError("KVPOOL_SOCKET is not set: give the path of the agent's socket, as /run/kvpool/agent.sock")
-    numbers: dict[str, float] = {}
+    numbers = _numbers_of_environment(environ)
     for key, value in extra.items():
         if key in _OF_VLLM:
             continue
@@ -75,7 +78,7 @@ def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Se
             raise ConfigError(
                 f"kv_connector_extra_config: unknown key `{key}`: remove it or use one of {', '.join(known)}"
             )
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not _is_positive(value):
             raise ConfigError(f"kv_connector_extra_config: `{key}` must be a positive number, is {value!r}")
         numbers[name] = float(value)
     return Settings(
@@ -84,6 +87,25 @@ def read_settings(environ: Mapping[str, str], extra: Mapping[str, object]) -> Se
         endpoint=_bracketed(environ.get("KVPOOL_ENDPOINT", "")),
         **numbers,  # type: ignore[arg-type]
     )
+
+
+def _numbers_of_environment(environ: Mapping[str, str]) -> dict[str, float]:
+    variables = {name: (_PREFIX + name).upper() for name in _NUMBERS}
+    return {name: _number(variable, environ[variable]) for name, variable in variables.items() if environ.get(variable)}
+
+
+def _number(variable: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not _is_positive(value):
+        raise ConfigError(f"{variable} must be a positive number, is {text!r}: correct or remove it")
+    return value
+
+
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
 
 
 def _bracketed(endpoint: str) -> str:

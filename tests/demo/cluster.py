@@ -30,7 +30,7 @@ from tests.cluster.pool_fleet import PoolFleet
 from tests.cluster.workloads import Runtime, plain_deployment, predictor_deployment
 from tests.demo import references as reference_answers
 from tests.demo.references import References
-from tests.demo.steps import KV_CACHE_BYTES, Demo, DemoError, Prompts, report, say, warm_up
+from tests.demo.steps import KV_CACHE_BYTES, PATIENCE_ENVIRONMENT, Demo, DemoError, Prompts, report, say, warm_up
 from tests.harness.engine import ROOT, Engine
 from tests.harness.processes import ProgramError
 from tests.harness.provision import paths as provisioned
@@ -69,7 +69,12 @@ def launch(cluster: Cluster) -> None:
         wait_pool_ready(cluster, POOL, NAMESPACE)
     with stage("kubectl apply: two engines, one of them a KServe predictor"):
         node_a, node_b = cluster.nodes[:2]
-        runtime = Runtime(cluster.image("engine"), str(cluster.engine_python), tuple(map(str, cluster.engine_mounts)))
+        runtime = Runtime(
+            cluster.image("engine"),
+            str(cluster.engine_python),
+            tuple(map(str, cluster.engine_mounts)),
+            env=PATIENCE_ENVIRONMENT,
+        )
         model = cluster.model(MODEL)
         plain = plain_deployment(
             PLAIN,

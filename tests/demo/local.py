@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 
 from tests.demo import references as reference_answers
-from tests.demo.steps import KV_CACHE_BYTES, Demo, DemoError, Prompts, report, say, warm_up
+from tests.demo.steps import KV_CACHE_BYTES, PATIENCE, Demo, DemoError, Prompts, report, say, warm_up
 from tests.harness.engine import ROOT, Engine
 from tests.harness.processes import ProgramError
 from tests.harness.provision import paths as provisioned
@@ -28,7 +28,7 @@ def run() -> int:
     parts = provisioned()
     clean(FOLDER)
     model = parts.models["demo-60m"]
-    stack = Stack(FOLDER, model, paths=parts, kv_cache_bytes=KV_CACHE_BYTES)
+    stack = Stack(FOLDER, model, paths=parts, extra_config=PATIENCE, kv_cache_bytes=KV_CACHE_BYTES)
     reference = Engine(
         "reference",
         model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,19 @@ def test_the_prefill_rate_can_be_fixed() -> None:
     assert read_settings(ENVIRON, {"kvpool_prefill_tokens_per_second": 500}).prefill_tokens_per_second == 500.0
 
 
+def test_numbers_come_from_the_environment_too_and_the_extra_config_wins() -> None:
+    environ = {
+        **ENVIRON,
+        "KVPOOL_PREFILL_TOKENS_PER_SECOND": "500",
+        "KVPOOL_PAUSE_SECONDS": "2.5",
+        "KVPOOL_JOB_DEADLINE_SECONDS": "",
+        "KVPOOL_ROUTER_SERVICE_HOST": "10.0.0.9",  # of a Service named kvpool-router
+    }
+    settings = read_settings(environ, {"kvpool_pause_seconds": 1})
+    assert (settings.prefill_tokens_per_second, settings.pause_seconds) == (500.0, 1.0)
+    assert settings.job_deadline_seconds == 5.0
+
+
 @pytest.mark.parametrize(
     ("environ", "extra", "named"),
     [
@@ -50,6 +64,11 @@ def test_the_prefill_rate_can_be_fixed() -> None:
         (ENVIRON, {"kvpool_pause_seconds": "5"}, "kvpool_pause_seconds"),
         (ENVIRON, {"kvpool_pause_seconds": -1}, "kvpool_pause_seconds"),
         (ENVIRON, {"kvpool_pause_seconds": True}, "kvpool_pause_seconds"),
+        (ENVIRON, {"kvpool_pause_seconds": math.inf}, "kvpool_pause_seconds"),
+        (ENVIRON, {"kvpool_pause_seconds": math.nan}, "kvpool_pause_seconds"),
+        ({**ENVIRON, "KVPOOL_PAUSE_SECONDS": "soon"}, {}, "KVPOOL_PAUSE_SECONDS"),
+        ({**ENVIRON, "KVPOOL_PAUSE_SECONDS": "-1"}, {}, "KVPOOL_PAUSE_SECONDS"),
+        ({**ENVIRON, "KVPOOL_PAUSE_SECONDS": "nan"}, {}, "KVPOOL_PAUSE_SECONDS"),
     ],
 )
 def test_wrong_settings_are_errors_that_name_the_key(
