@@ -137,8 +137,8 @@ def page() -> str:
     parts.append("## Connector: environment and `kv_connector_extra_config`\n")
     parts.append(
         "`socket_path`, `token_file` and `endpoint` come from `KVPOOL_SOCKET`, `KVPOOL_TOKEN_FILE` and `KVPOOL_ENDPOINT`;\n"
-        "the times and the rate from `kv_connector_extra_config` under `kvpool_<name>`, or from `KVPOOL_<NAME>` in the environment\n"
-        "of the engine's container, which is the way for a pod that the webhook injects.\n"
+        "the times and the rate from `kv_connector_extra_config` under `kvpool_<name>`, or from `KVPOOL_<NAME>` in the\n"
+        "environment of the engine's container, which is the way for a pod that the webhook injects.\n"
     )
     parts += section_lines(Settings, "")
     return "\n".join(parts).rstrip() + "\n"
