@@ -64,8 +64,11 @@ class Scene:
 
 def next_step(scene: Scene) -> Step:
     """What to do next."""
-    if not scene.has_finalizer or scene.is_namespace_terminating or not scene.must_purge:
+    if not scene.has_finalizer or not scene.must_purge:
         return Step(Act.FINISH)
+    if scene.is_namespace_terminating:
+        why = "its namespace is being deleted, so no Job can be made there"
+        return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, why))
     if scene.removing_seconds > GIVE_UP_SECONDS:
         return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, "purging took too long"))
     if scene.has_daemon_set or (scene.agents and scene.removing_seconds < AGENTS_SECONDS):

@@ -140,26 +140,26 @@ class Leadership:
 
     def step(self) -> None:
         """Renew, take, or look on."""
-        asked_at = self._monotonic()
         record = self._store.read()
         if record is None:
-            self._write(asked_at, LeaseRecord(holder=self._identity), self._store.create)
+            self._write(LeaseRecord(holder=self._identity), self._store.create)
         elif record.holder == self._identity:
-            self._write(asked_at, record, self._store.replace)
+            self._write(record, self._store.replace)
         else:
             self._end_term()
             self._look_on(record, answered_at=self._monotonic())
 
     def _look_on(self, record: LeaseRecord, *, answered_at: float) -> None:
         """The holder may have renewed at any time up to the answer, so nothing counts from before it."""
-        now = answered_at
         if self._sighting is None or self._sighting.record != record:
-            self._sighting = Sighting(record, now)
-        if is_free(self._sighting, now):
+            self._sighting = Sighting(record, answered_at)
+        if is_free(self._sighting, answered_at):
             taken = replace(record, holder=self._identity, acquired="", transitions=record.transitions + 1)
-            self._write(now, taken, self._store.replace)
+            self._write(taken, self._store.replace)
 
-    def _write(self, asked_at: float, record: LeaseRecord, write: Callable[[LeaseRecord], bool]) -> None:
+    def _write(self, record: LeaseRecord, write: Callable[[LeaseRecord], bool]) -> None:
+        """Others see it at the earliest when it is asked for, so the time counts from there."""
+        asked_at = self._monotonic()
         now = self._wall_clock()
         renewed = replace(
             record, renewed=now, acquired=record.acquired or now, duration_seconds=LEASE_SECONDS, holder=self._identity

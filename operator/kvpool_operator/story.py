@@ -25,7 +25,7 @@ log = logging.getLogger("kvpool.operator.story")
 
 
 class Storyteller:
-    """Writes Events; failing to is not worth failing anything else."""
+    """Writes Events; failing to is not worth failing anything else: the log has what was to be told, and it may be told again."""
 
     def __init__(
         self, kube: Kube, *, identity: str, monotonic: Callable[[], float], wall_clock: Callable[[], str]
@@ -51,7 +51,9 @@ class Storyteller:
         except NotLeaderError:
             raise
         except KubeError as error:
-            log.info("could not write an Event", extra={"data": {"reason": reason, "problem": str(error)}})
+            self._forget(words)
+            data = {"reason": reason, "message": message, "problem": str(error)}
+            log.log(logging.WARNING if is_warning else logging.INFO, "could not write an Event", extra={"data": data})
 
     def _is_news(self, words: str, *, for_ever: bool) -> bool:
         now = self._monotonic()
@@ -64,6 +66,10 @@ class Storyteller:
             while len(self._told) > REMEMBERED:
                 self._told.popitem(last=False)
         return True
+
+    def _forget(self, words: str) -> None:
+        with self._lock:
+            self._told.pop(words, None)
 
     def _event(self, about: Manifest, name: str, reason: str, message: str, *, is_warning: bool) -> Manifest:
         now = self._wall_clock()

@@ -132,6 +132,25 @@ def test_pool_always_goes(api: FakeApiServer, hindrance: str) -> None:
     assert api.names("Job") == []
 
 
+def test_keys_of_a_pool_that_goes_with_its_namespace_are_told_of_in_the_log(
+    api: FakeApiServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There, no Event can be made any more."""
+    operating = ending(api)
+    api.put({"kind": "Namespace", "metadata": {"name": "inference"}, "status": {"phase": "Terminating"}})
+
+    def refuse(method: str, _kind: str, _name: str) -> None:
+        if method == "POST":
+            raise Refusal(403, "because it is being terminated")
+
+    api.on_write = refuse
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    (said,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "kvpool:inference/chat:" in str(vars(said)["data"])
+
+
 def test_operator_that_was_away_while_a_pool_was_deleted_has_all_the_time_for_its_keys(api: FakeApiServer) -> None:
     ending(api)
     operating = operator(api, now=NOW + timedelta(hours=1))

@@ -32,7 +32,9 @@ class Store:
         self.version = 0
         self.is_down = False
         self.before_answer: Callable[[], None] = lambda: None
-        """What happens while a request is under way, before it is carried out."""
+        """What happens while a read is under way, before it is answered."""
+        self.before_write: Callable[[], None] = lambda: None
+        """The same of a renewal."""
 
     def read(self) -> LeaseRecord | None:
         self.before_answer()
@@ -44,6 +46,7 @@ class Store:
         return self.record is None and self._put(record)
 
     def replace(self, record: LeaseRecord) -> bool:
+        self.before_write()
         return self.record is not None and record.version == self.record.version and self._put(record)
 
     def _put(self, record: LeaseRecord) -> bool:
@@ -132,7 +135,8 @@ def test_standbys_clock_runs_from_the_answer_that_shows_a_renewal() -> None:
     assert (first.is_leading, second.is_leading) == (True, False)
 
 
-def test_leaders_time_runs_from_the_start_of_its_renewal() -> None:
+@pytest.mark.parametrize(("is_write_slow", "seconds_left"), [(True, 5), (False, 15)])
+def test_leaders_time_runs_from_the_start_of_its_renewal(*, is_write_slow: bool, seconds_left: float) -> None:
     store, clock = Store(), Clock()
     leader = replica(store, clock, "a")
     leader.step()
@@ -140,10 +144,15 @@ def test_leaders_time_runs_from_the_start_of_its_renewal() -> None:
     def delayed() -> None:
         clock.now += 10
 
-    store.before_answer = delayed
+    if is_write_slow:
+        store.before_write = delayed
+    else:
+        store.before_answer = delayed
     leader.step()
 
-    clock.now += RENEW_DEADLINE_SECONDS - 10
+    clock.now += seconds_left - 0.1
+    assert leader.is_leading
+    clock.now += 0.2
     assert not leader.is_leading
 
 
