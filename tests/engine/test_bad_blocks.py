@@ -39,6 +39,12 @@ def valkey_keys(fleet: Stack, node: Node, block_hash: bytes) -> tuple[redis.Redi
     return client, [f"kvpool:local/demo:{domain}:0:{{{block_hash.hex()}}}".encode()]
 
 
+def deletions_seen(client: redis.RedisCluster) -> int:
+    """UNLINKs that the servers themselves counted."""
+    stats = client.info("commandstats", target_nodes=redis.RedisCluster.PRIMARIES)
+    return sum(shard.get("cmdstat_unlink", {}).get("calls", 0) for shard in stats.values())
+
+
 @pytest.mark.parametrize("block", [0, 7])
 def test_flipped_byte_in_valkey_is_a_miss_counted_and_deleted(fleet: Stack, reference: Engine, block: int) -> None:
     (a, b), prompt = fleet.engines, fresh_prompt()
@@ -52,13 +58,15 @@ def test_flipped_byte_in_valkey_is_a_miss_counted_and_deleted(fleet: Stack, refe
     value[-100] ^= 0x40
     client.set(key, bytes(value))
     bad = metric_sum(fleet.nodes[1].metrics(), "kvpool_valkey_bad_values_total")
-    loads = Loads(b)
+    loads, deletions = Loads(b), deletions_seen(client)
     assert b.complete(prompt) == with_prefix(reference, prompt, block)
     assert loads.by_tier() == {"ram": 0, "valkey": block * BLOCK_SIZE}
     assert metric_sum(fleet.nodes[1].metrics(), "kvpool_valkey_bad_values_total") == bad + 1
     settle(fleet.nodes[1])
+    assert deletions_seen(client) == deletions + 1
     healed = client.get(key)  # deleted by the reader, then written anew from what the engine computed
     assert healed != bytes(value)
+    client.close()
 
 
 def test_byte_flipped_in_the_arena_while_the_agent_is_down_is_found_before_the_first_hit(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import redis
 
+from kvpool_core.block_hash import block_hashes
 from tests.engine.answers import Loads, reference_pair
 from tests.engine.conftest import Starting, fresh_prompt, settle, wait_for
 from tests.harness.engine import Engine
+from tests.harness.engine_client import BLOCK_SIZE
 from tests.harness.stack import Stack
 
 
@@ -39,6 +42,33 @@ def test_same_shapes_and_name_with_other_weights_share_nothing(fleet: Stack, str
         engine.reset_own_cache()
     assert twin.complete(prompt, max_tokens=1).tokens == own.tokens[:1]
     assert loads.by_tier()["ram"] > 0
+
+
+def test_blocks_of_twins_lie_side_by_side_in_valkey_and_neither_loads_the_others(
+    fleet: Stack, strangers: tuple[Engine, ...], reference: Engine
+) -> None:
+    (a, b), twin, prompt, other = fleet.engines, strangers[0], fresh_prompt(), fresh_prompt()
+    expected, also_expected = reference_pair(reference, prompt).cold, reference_pair(reference, other).cold
+    for text in (prompt, other):
+        twin.complete(text)
+    settle(fleet.nodes[0])
+    loads_of_a, loads_of_b = Loads(a), Loads(b)
+    assert a.complete(prompt) == expected  # beside the twin, over the same arena
+    assert b.complete(other) == also_expected  # on the other node, over the same Valkey
+    assert loads_of_a.by_tier() == loads_of_b.by_tier() == {"ram": 0, "valkey": 0}
+
+    settle(fleet.nodes[0])
+    domains = {e["endpoint"]: e["domain"] for e in fleet.nodes[0].stats()["engines"]}
+    host, port = fleet.valkey.endpoints[0].split(":")
+    with redis.RedisCluster(host=host, port=int(port)) as client:
+        for block_hash in block_hashes(a.tokenize(prompt), block_size=BLOCK_SIZE):
+            keys = {
+                domain: f"kvpool:local/demo:{domain}:0:{{{block_hash.hex()}}}"
+                for domain in (domains[a.endpoint], domains[twin.endpoint])
+            }
+            values = [client.get(key) for key in keys.values()]
+            assert None not in values
+            assert len(set(values)) == 2, f"one block for two models: {keys}"
 
 
 def test_weights_that_cannot_be_identified_neither_load_nor_store(fleet: Stack, strangers: tuple[Engine, ...]) -> None:
