@@ -18,6 +18,9 @@ from kvpool_core.block_hash import short_hash
 from kvpool_core.slot_table import READY
 from kvpool_core.wire import EngineInfo, GpuEvents, GpuSnapshot
 
+EVERY_DOMAIN = b""
+"""In a cleared scope: all domains of the tier."""
+
 
 class EventFeed:
     """Observer of slots, hints, engines and their GPU blocks."""
@@ -48,15 +51,21 @@ class EventFeed:
     # --- Valkey -----------------------------------------------------------------------------------------------------
 
     def hint(self, kind: str, key: BlockKey | None) -> None:
-        """What the tier saw: "stored", "removed" (with a key) or "cleared"."""
+        """What the tier saw: "stored", "removed" (with a key) or "cleared".
+
+        Readers go on with what a former process of this agent told them of Valkey, which we do not know: what is gone is
+        told of whether or not it is among our own hints.
+        """
         if key is None:
-            self._hub.clear([_valkey(*place) for place in self._hints.clear()])
+            self._hints.clear()
+            self._hub.clear([_valkey(EVERY_DOMAIN, 0)])
         elif kind == "stored":
             forgotten = self._hints.add(key.domain, key.group, key.block_hash)
             if forgotten is not None:
                 self._hub.change(_valkey(forgotten[0], forgotten[1]), short_hash(forgotten[2]), stored=False)
             self._hub.change(_valkey(key.domain, key.group), short_hash(key.block_hash), stored=True)
-        elif self._hints.remove(key.domain, key.group, key.block_hash):
+        else:
+            self._hints.remove(key.domain, key.group, key.block_hash)
             self._hub.change(_valkey(key.domain, key.group), short_hash(key.block_hash), stored=False)
 
     # --- engines ----------------------------------------------------------------------------------------------------

@@ -35,15 +35,13 @@ class ValkeyHints:
         self._seen.move_to_end((domain, group, block_hash))
         return self._seen.popitem(last=False)[0] if len(self._seen) > self._limit else None
 
-    def remove(self, domain: bytes, group: int, block_hash: bytes) -> bool:
-        """Forget a block; whether it was remembered."""
-        return self._seen.pop((domain, group, block_hash), self) is None
+    def remove(self, domain: bytes, group: int, block_hash: bytes) -> None:
+        """Forget a block."""
+        self._seen.pop((domain, group, block_hash), None)
 
-    def clear(self) -> set[Place]:
-        """Forget all; returns where there were any."""
-        places = {(domain, group) for domain, group, _hash in self._seen}
+    def clear(self) -> None:
+        """Forget all."""
         self._seen.clear()
-        return places
 
     def by_place(self) -> Iterator[tuple[Place, list[bytes]]]:
         """Yield the hashes of each (domain, group)."""

@@ -189,11 +189,12 @@ class ValkeyReader:
                 there[owners[index]] += 1
             elif isinstance(reply, int):
                 absent.add(owners[index])
-        for number, parts in enumerate(names):
-            found[start + number] = there[number] == len(parts)
-        whole = sum(found[start : start + len(keys)])
-        self._metrics.operation("exists", "ok", whole)
+        whole = [number for number, parts in enumerate(names) if there[number] == len(parts)]
+        for number in whole:
+            found[start + number] = True
+        self._metrics.operation("exists", "ok", len(whole))
         self._metrics.operation("exists", "miss", len(absent))
-        self._metrics.operation("exists", "failed", len(keys) - whole - len(absent))
-        if absent:
-            self._on_hints("removed", [keys[number] for number in sorted(absent)])
+        self._metrics.operation("exists", "failed", len(keys) - len(whole) - len(absent))
+        for kind, numbers in (("stored", whole), ("removed", sorted(absent))):
+            if numbers:
+                self._on_hints(kind, [keys[number] for number in numbers])

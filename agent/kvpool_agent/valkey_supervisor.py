@@ -33,6 +33,8 @@ REFRESH_SECONDS = 30.0
 MIN_REFRESH_SECONDS = 1.0
 CONNECT_BACKOFF_SECONDS = (0.2, 5.0)
 """First wait and cap between attempts to find the topology."""
+WITHDRAW_SECONDS = 10.0
+"""Without a shard in use for so long, nobody shall count on what is there: what is found again is told again."""
 UNAUTHENTICATED_BACKOFF_SECONDS = 5.0
 """A refused login is not tried more often: the server logs each."""
 
@@ -72,8 +74,28 @@ def judge(
     return TierState("unauthenticated" if Failure.UNAUTHENTICATED in failed else "unreachable", detail)
 
 
+@dataclass(slots=True)
+class Withdrawal:
+    """When to tell that nothing in Valkey may be counted on: once for each time that it is of no use for long.
+
+    `useful_at`: monotonic seconds when it last was.
+    """
+
+    useful_at: float
+    is_told: bool = False
+
+    def is_due(self, *, is_useful: bool, now: float) -> bool:
+        """Whether to tell now."""
+        if is_useful:
+            self.useful_at, self.is_told = now, False
+        elif not self.is_told and now - self.useful_at >= WITHDRAW_SECONDS:
+            self.is_told = True
+            return True
+        return False
+
+
 class ValkeySupervisor:
-    """`on_cleared`: some shard came back empty. `on_shards(count)`: the topology has that many."""
+    """`on_cleared`: some shard came back empty, or none is of use. `on_shards(count)`: the topology has that many."""
 
     def __init__(
         self,
@@ -92,6 +114,7 @@ class ValkeySupervisor:
         self._connect_remedies: list[str] = []
         self._backoff_seconds = CONNECT_BACKOFF_SECONDS[0]
         self._checked_at = self._refreshed_at = 0.0
+        self._withdrawal = Withdrawal(time.monotonic())
         self._is_check_wanted = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="valkey-supervisor", daemon=True)
@@ -127,7 +150,10 @@ class ValkeySupervisor:
             except Exception:
                 logger.exception("valkey supervisor step failed unexpectedly")
                 wait_seconds = TICK_SECONDS
-            self._link.metrics.connected(self.state().state in ("connected", "degraded"))
+            is_useful = self.state().state in ("connected", "degraded")
+            self._link.metrics.connected(is_useful)
+            if self._withdrawal.is_due(is_useful=is_useful, now=time.monotonic()):
+                self._on_cleared()
 
     def _step(self, *, is_called: bool) -> float:
         """One round; seconds until the next unless called."""

@@ -418,7 +418,10 @@ class EventsReady(Message, frozen=True, tag="EventsReady"):
 
 
 class EventsDelta(Message, frozen=True, tag="EventsDelta"):
-    """Changes in order. `seq` grows by one per frame; a gap or another boot id means: subscribe again."""
+    """Changes in order. `seq` grows by one per frame; a gap or another boot id means: subscribe again.
+
+    `cleared`: all blocks of the engine (`gpu`), or of the domain in the tier; with an empty domain, of every domain.
+    """
 
     boot_id: bytes
     seq: int

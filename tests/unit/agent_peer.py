@@ -221,7 +221,8 @@ class EventStream:
             assert (message.boot_id, message.seq) == (self.boot_id, self.seq + 1)
             self.seq = message.seq
             for block in message.cleared:
-                self._blocks.pop(_scope_of(block), None)
+                for scope in [scope for scope in self._blocks if _is_cleared(scope, block)]:
+                    del self._blocks[scope]
             for block in message.removed:
                 self._blocks.setdefault(_scope_of(block), set()).difference_update(block.hashes)
             self._add(message.engines, message.stored)
@@ -235,6 +236,10 @@ class EventStream:
         """End it."""
         self._response.close()
         self._connection.close()
+
+
+def _is_cleared(scope: tuple[str, str, bytes, int], block: wire.TierBlocks) -> bool:
+    return scope == _scope_of(block) or (scope[0] == block.tier != "gpu" and not block.domain)
 
 
 def _scope_of(block: wire.TierBlocks) -> tuple[str, str, bytes, int]:

@@ -7,12 +7,19 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from kvpool_agent.event_feed import EventFeed
 from kvpool_agent.events import QUEUE_MAX_BYTES, EventHub, Scope, Subscriber
 from kvpool_agent.gpu_blocks import GpuBlocks
 from kvpool_agent.hints import ValkeyHints
+from kvpool_agent.metrics import AgentMetrics
+from kvpool_agent.valkey_tier import BlockKey
 from kvpool_core import wire
+from kvpool_core.block_hash import short_hash
 from kvpool_core.frames import FrameDecoder
+from kvpool_router.fleet_index import FleetIndex
+from kvpool_router.prefix_index import PrefixIndex
 
 BOOT_ID = b"b" * 16
 SCOPES: list[Scope] = [("ram", "", b"d" * 16, 0), ("valkey", "", b"d" * 16, 0), ("gpu", "engine", b"", 1)]
@@ -194,6 +201,50 @@ def test_gpu_snapshot_replaces_what_was_known_and_reports_the_difference() -> No
     assert [portion.blocks for portion in blocks.apply("r", [0], [2])] == [{(0, 2): False}]
 
 
+def test_what_a_former_process_told_of_valkey_is_withdrawn_too() -> None:
+    """A router goes on with the former process's hints; the present one has never heard of these blocks."""
+    keys = [BlockKey(b"d" * 16, 0, number.to_bytes(32, "big")) for number in range(3)]
+    short = [short_hash(key.block_hash) for key in keys]
+    told = wire.TierBlocks("valkey", "", b"d" * 16, 0, short)
+    group = wire.GroupLayout(0, 4096, 16, 0)
+    info = wire.EngineInfo("e", "127.0.0.1:1", 0, ["m"], 16, "seed", b"d" * 16, [group], True)
+    fleet = FleetIndex(PrefixIndex(100), ["agent"])
+    view = fleet.new_view("agent", b"former")
+    view.put_engine(info)
+    view.store(told)
+    fleet.commit("agent", view, b"former")
+
+    async def deltas() -> list[wire.EventsDelta]:
+        hub = EventHub(BOOT_ID, on_dirty=lambda: None)
+        feed = EventFeed(hub, ValkeyHints(), AgentMetrics(CollectorRegistry()))
+        subscriber = hub.subscribe([], [])
+        assert subscriber is not None
+        feed.hint("removed", keys[0])
+        hub.flush()
+        feed.hint("cleared", None)
+        decoder, found = FrameDecoder(), []
+        while frame := await subscriber.next(0):
+            found += [wire.decode_stream_message(body) for body in decoder.feed(frame)]
+        return [message for message in found if isinstance(message, wire.EventsDelta)]
+
+    removed, cleared = asyncio.run(deltas())
+    view = fleet.new_view("agent", BOOT_ID)
+    view.put_engine(info)
+    fleet.commit("agent", view, BOOT_ID)
+
+    def known() -> list[bool]:
+        *_, valkey = fleet.holder_masks(fleet.engines_at("127.0.0.1:1", "")[0], shared_tiers=True)
+        return [bool(mask & valkey) for mask in fleet.index.masks(short)]
+
+    assert known() == [True, True, True]
+    for blocks in removed.removed:
+        fleet.remove("agent", blocks)
+    assert known() == [False, True, True]
+    for blocks in cleared.cleared:
+        fleet.clear("agent", blocks)
+    assert known() == [False, False, False]
+
+
 def test_hints_forget_the_oldest_beyond_their_limit() -> None:
     hints = ValkeyHints(limit=2)
     domain = b"d" * 16
@@ -202,7 +253,8 @@ def test_hints_forget_the_oldest_beyond_their_limit() -> None:
     assert hints.add(domain, 0, b"1") is None
     assert hints.add(domain, 1, b"3") == (domain, 0, b"2")
     assert dict(hints.by_place()) == {(domain, 0): [b"1"], (domain, 1): [b"3"]}
-    assert hints.remove(domain, 0, b"1")
-    assert not hints.remove(domain, 0, b"1")
-    assert hints.clear() == {(domain, 1)}
+    for _ in range(2):
+        hints.remove(domain, 0, b"1")
+        assert (hints.has(domain, 0, b"1"), hints.has(domain, 1, b"3"), len(hints)) == (False, True, 1)
+    hints.clear()
     assert len(hints) == 0

@@ -18,7 +18,7 @@ from valkey.exceptions import InvalidResponse, MovedError, ResponseError
 from kvpool_agent.valkey_connection import DeadlineSocket, Failure, failure_of
 from kvpool_agent.valkey_exchange import Request, encode_requests
 from kvpool_agent.valkey_parser import LargeValueParser, Parsed
-from kvpool_agent.valkey_supervisor import judge
+from kvpool_agent.valkey_supervisor import WITHDRAW_SECONDS, Withdrawal, judge
 
 SIMPLE = st.binary(max_size=40).filter(lambda text: b"\r" not in text and b"\n" not in text)
 SCALARS = st.one_of(st.none(), st.integers(-(2**40), 2**40), st.binary(max_size=300))
@@ -197,3 +197,12 @@ def test_state_of_the_tier(
     is_found: bool, connect_failure: Failure | None, shards: list[Failure | None], state: str
 ) -> None:
     assert judge(is_found=is_found, connect_failure=connect_failure, shards=shards).state == state
+
+
+def test_hints_are_withdrawn_once_for_each_time_that_valkey_is_of_no_use_for_long() -> None:
+    withdrawal = Withdrawal(100.0)
+    long = WITHDRAW_SECONDS
+    looks = [(False, 99 + long), (False, 101 + long), (False, 200.0), (True, 201.0), (False, 202.0), (False, 300.0)]
+    assert [withdrawal.is_due(is_useful=is_useful, now=now) for is_useful, now in looks] == [
+        False, True, False, False, False, True,
+    ]  # fmt: skip
