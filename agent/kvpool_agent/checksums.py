@@ -85,7 +85,15 @@ class Checksums:
         """Checksum what is committed by now: without one, a block does not outlive this process."""
         while self._committed:
             batch = next(_batches(self._committed))
-            for slot, checksum in await self._hash(batch):
+            self._hashing += len(batch)
+            try:
+                hashed = await self._hash(batch)
+            except asyncio.CancelledError:
+                self._committed.extendleft(reversed(batch))
+                raise
+            finally:
+                self._hashing -= len(batch)
+            for slot, checksum in hashed:
                 self._store.set_checksum(slot, checksum)
                 self._on_checksummed(slot)
 
