@@ -59,14 +59,14 @@ test-unit: venv ## Unit tests: no network, no root
 test-engine: provision ## Tests with real vLLM engines and real Valkey processes
 	$(PYTEST) tests/engine --timeout=900 --durations=10
 
-FAULTS := tests/cluster/test_faults.py tests/cluster/test_cluster_down.py
+FAULTS := $(addprefix tests/cluster/,test_faults.py test_operator_faults.py test_cluster_down.py)
 
 .PHONY: test-cluster
 test-cluster: provision-all ## Tests on a real Kubernetes of two nodes, or on the one that KVPOOL_KUBECONFIG names (as root)
 	$(PYTEST) tests/cluster --timeout=900 --durations=10 $(FAULTS:%=--ignore=%)
 
 .PHONY: test-faults
-test-faults: provision-all ## Kill parts, nodes and the cluster itself under load: about 16 minutes, not part of `make test`
+test-faults: provision-all ## Kill parts, nodes and the cluster itself under load: about 20 minutes, not part of `make test`
 	$(PYTEST) $(FAULTS) --timeout=900 --durations=10
 
 .PHONY: test-gpu

@@ -1,4 +1,4 @@
-"""The objects that the operator made for a pool."""
+"""The objects that the operator made for a pool, and whatever else says that it belongs to it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,36 @@ from tests.cluster.cluster import Cluster
 
 KINDS = (
     "daemonsets,deployments,statefulsets,services,configmaps,secrets,serviceaccounts,"
-    "roles,rolebindings,poddisruptionbudgets,jobs"
+    "roles,rolebindings,clusterrolebindings,poddisruptionbudgets,jobs,networkpolicies,leases"
 )
-CLUSTER_KINDS = "clusterrolebindings"
 COUNTERS = ("deployment.kubernetes.io/", "deprecated.daemonset.template.")
 """Annotations by which Kubernetes numbers changes."""
+TOLD = frozenset({"events", "events.events.k8s.io"})
+"""They outlive what they are about."""
 
 
 def owned(cluster: Cluster, name: str, namespace: str) -> dict[str, Any]:
-    """kind/name -> object, of a pool's namespace and of the cluster."""
-    selector = f"--selector=kvpool.io/pool={name},kvpool.io/pool-namespace={namespace}"
-    found = cluster.get(KINDS, f"--namespace={namespace}", selector)["items"]
-    found += cluster.get(CLUSTER_KINDS, selector)["items"]
-    return {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
+    """kind/namespace/name -> object, wherever it lies."""
+    selector = f"--selector=kvpool.io/pool={name},kvpool.io/pool-namespace={namespace},kvpool.io/pool-uid"
+    found = cluster.get(KINDS, "--all-namespaces", selector)["items"]
+    return {f"{each['kind']}/{_place(each)}{each['metadata']['name']}": each for each in found}
+
+
+def traces(cluster: Cluster, uid: str) -> list[str]:
+    """Every object of any kind that names a pool's uid as its label or its owner."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list", "--output=name").split()
+    found = cluster.get(",".join(kind for kind in kinds if kind not in TOLD), "--all-namespaces")["items"]
+    return sorted(f"{each['kind']}/{_place(each)}{each['metadata']['name']}" for each in found if _names(each, uid))
+
+
+def _names(each: Any, uid: str) -> bool:
+    metadata = each["metadata"]
+    owners = {owner["uid"] for owner in metadata.get("ownerReferences", [])}
+    return uid in owners or uid in metadata.get("labels", {}).values()
+
+
+def _place(each: Any) -> str:
+    return f"{each['metadata']['namespace']}/" if "namespace" in each["metadata"] else ""
 
 
 def essence(found: dict[str, Any]) -> dict[str, str]:

@@ -1,18 +1,22 @@
-"""While 200 requests run through the router's Service, parts are killed: only what was in flight on them may fail, all heals."""
+"""While requests run through the router's Service, parts are killed: only what was in flight on them may fail, all heals."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import re
 import signal
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.cluster.asking import asking
 from tests.cluster.cluster import Cluster
 from tests.cluster.installation import (
     SYSTEM,
@@ -22,18 +26,26 @@ from tests.cluster.installation import (
     read_pool,
     wait_pool_ready,
 )
-from tests.cluster.pool_fleet import PoolFleet, is_pod_ready
+from tests.cluster.operators import leader
+from tests.cluster.pool_fleet import PoolFleet, is_pod_ready, restarts
 from tests.cluster.waiting import wait_for
 from tests.cluster.workloads import Runtime, plain_deployment, predictor_deployment
 from tests.harness.pod_transport import PodTransport
 from tests.harness.request_load import RequestLoad
 
+pytestmark = pytest.mark.local
 NAMESPACE = "test-faults"
-CLIENTS = 2
+CLIENTS = 4
 REQUESTS = 200
 HEAL_SECONDS = 60.0
 NODE_DOWN_SECONDS = 120.0
 PLAIN, PREDICTOR = "llama", "llama-vllm-predictor"
+PARTS = {"agent": 2, "router": 2, "valkey": 3}
+POOL = pool_manifest(
+    "chat", NAMESPACE, capacity="256Mi", valkey={"managed": {"shards": PARTS["valkey"], "memoryPerShard": "128Mi"}}
+)
+SHARD_REASONS = ("ShardMissing", "ShardUnreachable", "ClusterForming", "ClusterHealing", "ValkeyHealed", "PodsStarting")
+AGENT_REASONS = ("PodsStarting", "AgentNotReady", "ArenaPending", "RollingOut")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +53,7 @@ def fleet(operator: Cluster, client: PodTransport) -> Iterator[PoolFleet]:
     """Two engines, two agents, three shards, two routers."""
     operator.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s")
     ensure_namespace(operator, NAMESPACE)
-    valkey = {"managed": {"shards": 3, "memoryPerShard": "128Mi"}}
-    operator.apply(pool_manifest("chat", NAMESPACE, capacity="256Mi", valkey=valkey))
+    operator.apply(POOL)
     wait_pool_ready(operator, "chat", NAMESPACE)
     runtime = Runtime(operator.image("engine"), str(operator.engine_python), tuple(map(str, operator.engine_mounts)))
     model = operator.model("tiny-llama")
@@ -61,217 +72,233 @@ def fleet(operator: Cluster, client: PodTransport) -> Iterator[PoolFleet]:
     for manifest in manifests:
         manifest["metadata"]["namespace"] = NAMESPACE
     operator.apply(*manifests)
-    fleet = PoolFleet(
-        operator, client, name="chat", namespace=NAMESPACE, engines=[(PLAIN, node_a), (PREDICTOR, node_b)]
-    )
+    fleet = open_fleet(operator, client)
     for engine in fleet.engines:
         engine.wait_identified()
     yield fleet
     operator.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
-def request_load(fleet: PoolFleet, count: int) -> RequestLoad:
-    """Through the router's Service, from inside the cluster; many prompts share a start."""
+def open_fleet(cluster: Cluster, client: PodTransport) -> PoolFleet:
+    """As it is now."""
+    engines = [(PLAIN, cluster.nodes[0]), (PREDICTOR, cluster.nodes[1])]
+    return PoolFleet(cluster, client, name="chat", namespace=NAMESPACE, engines=engines)
+
+
+def prompts() -> Iterator[str]:
+    """Without end; many share a start."""
     chosen = random.Random(5)
 
     def text(length: int) -> str:
         return "".join(chosen.choice(string.ascii_lowercase) for _ in range(length))
 
     bases = [text(256) for _ in range(8)]
-    prompts = [chosen.choice(bases) + text(chosen.randrange(20, 200)) for _ in range(count)]
-    return RequestLoad(fleet.transport, fleet.router.url, model="model", prompts=prompts, clients=CLIENTS)
+    return (chosen.choice(bases) + text(chosen.randrange(20, 200)) for _ in itertools.count())
+
+
+@contextmanager
+def requests_running(fleet: PoolFleet) -> Iterator[RequestLoad]:
+    """Through the router's Service, from inside the cluster, until the block ends."""
+    load = RequestLoad(fleet.transport, fleet.router.url, model="model", prompts=prompts(), clients=CLIENTS)
+    load.start()
+    try:
+        yield load
+    finally:
+        load.end()
+
+
+class Said(NamedTuple):
+    """What an Event or a condition says; `which` tells two of the same words apart."""
+
+    which: str
+    reason: str
+    message: str
 
 
 class Faults:
-    """Does one thing to the pool at a time, and waits until the pool is Ready again and has said what it was."""
+    """Does one thing to the pool at a time, while requests are in flight, and waits until it was named and healed."""
 
-    def __init__(self, fleet: PoolFleet) -> None:
+    def __init__(self, fleet: PoolFleet, load: RequestLoad) -> None:
         self._fleet = fleet
         self._cluster = fleet.cluster
-
-    @contextmanager
-    def named(self, *reasons: str, seconds: float = HEAL_SECONDS) -> Iterator[None]:
-        """What is done inside shows as one of these reasons, in an Event or a condition, and is healed in time."""
-        before = self._seen()
-        yield
-        found: set[str] = set()
-
-        def shows() -> bool:
-            found.update(self._seen() - before)
-            return any(said.partition(" ")[0] in reasons for said in found)
-
-        wait_for(shows, seconds=seconds, what=f"one of {reasons} is named", explain=lambda: sorted(found))
-        self.healed(seconds)
-
-    def healed(self, seconds: float = HEAL_SECONDS) -> None:
-        """Every part is as many as it should be and Ready."""
-
-        def is_whole() -> bool:
-            counts = {part: sum(map(is_pod_ready, self._fleet.pods(part))) for part in ("agent", "router", "valkey")}
-            return counts == {"agent": 2, "router": 2, "valkey": 3} and is_ready(
-                read_pool(self._cluster, "chat", NAMESPACE)
-            )
-
-        wait_for(is_whole, seconds=seconds, what="the pool is whole", explain=self._conditions)
-
-    def pod(self, part: str) -> str:
-        return str(self._fleet.pods(part)[0]["metadata"]["name"])
+        self._load = load
+        self.moments: list[float] = []
+        """When something was done (monotonic seconds)."""
 
     def kill(self, part: str, container: str) -> None:
-        self._cluster.kill_container(NAMESPACE, self.pod(part), container)
+        """SIGKILL a container of the part's first pod; the container's own Event names it."""
+        pod = self._pods(part)[0]
+        name, before = pod["metadata"]["name"], restarts(pod, container)
+        pid = self._cluster.container_pid(NAMESPACE, name, container)
+        said = self._said()
+        self._now(lambda: os.kill(pid, signal.SIGKILL))
 
-    def delete(self, *arguments: str) -> None:
-        self._cluster.kubectl("delete", "pod", *arguments, f"--namespace={NAMESPACE}", "--wait=false")
+        def is_back() -> bool:
+            found = next(one for one in self._pods(part) if one["metadata"]["name"] == name)
+            return restarts(found, container) > before
 
-    def _seen(self) -> set[str]:
-        """Reasons with what tells two of them apart: count of Events, time of conditions."""
-        events = self._cluster.get("events", f"--namespace={NAMESPACE}")["items"]
-        said = {
-            f"{e['reason']} {e['metadata']['uid']} {e.get('count')} {e.get('series')}"
-            for e in events
-            if e.get("involvedObject", {}).get("kind") == "KVCachePool"
-        }
+        self._end(said, ("ContainerRestarted",), rf"\bcontainer {container} of pod {name}\b", is_back)
+
+    def delete(self, part: str, *, count: int, reasons: tuple[str, ...]) -> None:
+        """Delete the part's first pods; one at least is named, a shard by its own name or number, an agent by its node's."""
+        pods = self._pods(part)[:count]
+        names = [pod["metadata"]["name"] for pod in pods]
+        uids = {pod["metadata"]["uid"] for pod in pods}
+        patterns = [_shard_pattern(name) for name in names]
+        if part == "agent":
+            patterns = [rf"on node {pod['spec']['nodeName']}\b" for pod in pods]
+        about = "|".join(patterns)
+        said = self._said()
+        self._now(lambda: self._cluster.kubectl("delete", "pod", *names, f"--namespace={NAMESPACE}", "--wait=false"))
+        self._end(said, reasons, about, lambda: not uids & {pod["metadata"]["uid"] for pod in self._pods(part)})
+
+    def kill_leader(self) -> None:
+        """SIGKILL the leading operator; the Event of the next one to lead, itself or the other, names it."""
+        name = leader(self._cluster)
+        pid = self._cluster.container_pid(SYSTEM, name, "operator")
+        said = self._said()
+        self._now(lambda: os.kill(pid, signal.SIGKILL))
+        self._end(said, ("LeaderChanged",), "leads now", lambda: True)
+
+    def stop_node(self, node: str) -> None:
+        """SIGKILL its kubelet and containerd; ends when the pool has named the node."""
+        said = self._said()
+        self._now(lambda: self._cluster.stop_node(node))
+        self._wait_named(said, ("NodeNotReady",), rf"\b{node}\b", self.moments[-1] + HEAL_SECONDS)
+
+    def renew(self, act: Callable[[], object]) -> None:
+        """Shards that refuse the new password are named and replaced one after the other: two minutes for all."""
+        said = self._said()
+        self._now(act)
+        end = self.moments[-1] + 2 * HEAL_SECONDS
+        self._wait_named(said, ("ValkeyUnauthenticated", "ValkeyHealed"), r"\bchat-valkey-\d\b", end)
+        self.wait_whole(end)
+
+    def wait_whole(self, end: float, is_back: Callable[[], bool] = lambda: True) -> None:
+        """Every part is as many as it should be and Ready, and the pool says so, until `end` (monotonic seconds)."""
+
+        def is_whole() -> bool:
+            counts = {part: sum(map(is_pod_ready, self._pods(part))) for part in PARTS}
+            return is_back() and counts == PARTS and is_ready(read_pool(self._cluster, "chat", NAMESPACE))
+
+        wait_for(is_whole, seconds=end - time.monotonic(), what="the pool is whole", explain=self._conditions)
+
+    def _now(self, act: Callable[[], object]) -> None:
+        self._load.wait_in_flight()
+        self.moments.append(time.monotonic())
+        act()
+
+    def _end(self, said: set[Said], reasons: Sequence[str], pattern: str, back: Callable[[], bool]) -> None:
+        """One deadline for the name and the healing."""
+        end = self.moments[-1] + HEAL_SECONDS
+        self._wait_named(said, reasons, pattern, end)
+        self.wait_whole(end, back)
+
+    def _wait_named(self, said: set[Said], reasons: Sequence[str], pattern: str, end: float) -> None:
+        """An Event or a condition that was not there before has one of the reasons and the pattern in its message."""
+        news: set[Said] = set()
+
+        def is_named() -> bool:
+            news.update(self._said() - said)
+            return any(re.search(pattern, one.message) for one in news if one.reason in reasons)
+
+        what = f"one of {reasons} names {pattern}"
+        wait_for(is_named, seconds=end - time.monotonic(), what=what, explain=lambda: sorted(news))
+
+    def _said(self) -> set[Said]:
+        told = "--field-selector=reportingComponent=kvpool-operator"
+        events = self._cluster.get("events", "--all-namespaces", told)["items"]
         conditions = read_pool(self._cluster, "chat", NAMESPACE)["status"]["conditions"]
-        return said | {f"{c['reason']} {c['type']} {c['lastTransitionTime']}" for c in conditions}
+        return {Said(e["metadata"]["uid"], e["reason"], e["message"]) for e in events} | {
+            Said(f"{c['type']} {c['lastTransitionTime']}", c["reason"], c["message"]) for c in conditions
+        }
 
-    def _conditions(self) -> Any:
+    def _pods(self, part: str) -> list[Any]:
+        return self._fleet.pods(part)
+
+    def _conditions(self) -> str:
         conditions = read_pool(self._cluster, "chat", NAMESPACE)["status"]["conditions"]
         return "; ".join(f"{c['type']}={c['status']} {c['reason']}: {c['message']}" for c in conditions)
 
 
+def _shard_pattern(pod: str) -> str:
+    """As conditions and Events name a shard: by its pod, or by its number while it has none."""
+    return rf"\b{pod}\b|no pod yet for shard [\d, ]*\b{pod.rpartition('-')[2]}\b"
+
+
 def test_parts_are_killed_under_load(fleet: PoolFleet) -> None:
-    cluster, faults = fleet.cluster, Faults(fleet)
-    load = request_load(fleet, REQUESTS)
-    load.start()
-    with faults.named("ContainerRestarted"):
+    with requests_running(fleet) as load:
+        faults = Faults(fleet, load)
         faults.kill("agent", "agent")
-    with faults.named("ContainerRestarted"):
         faults.kill("agent", "holder")
-    with faults.named("ContainerRestarted", "ShardMissing", "ClusterHealing", "ValkeyHealed"):
         faults.kill("valkey", "valkey")
-    with faults.named("PodsStarting", "AgentNotReady", "AgentReplaced", "ArenaPending", "AgentsStarting"):
-        faults.delete(faults.pod("agent"))
-    with faults.named("ShardMissing", "ClusterHealing", "ValkeyHealed"):
-        faults.delete(faults.pod("valkey"))
-    with faults.named("ShardMissing", "ClusterHealing", "ValkeyHealed", "ClusterForming"):
-        faults.delete("--selector=app.kubernetes.io/component=valkey")
-
-    leader = cluster.get("lease", "--namespace", SYSTEM)["items"][0]["spec"]["holderIdentity"]
-    operators = cluster.get("pods", f"--namespace={SYSTEM}", "--selector=app.kubernetes.io/component=operator")["items"]
-    leading = next(pod["metadata"]["name"] for pod in operators if pod["metadata"]["name"] in leader)
-    cluster.kill_container(SYSTEM, leading, "operator")
-    faults.healed()
-
-    before = time.monotonic()
-    with faults.named("ContainerRestarted"):
+        faults.delete("agent", count=1, reasons=AGENT_REASONS)
+        faults.delete("valkey", count=1, reasons=SHARD_REASONS)
+        faults.delete("valkey", count=PARTS["valkey"], reasons=SHARD_REASONS)
+        faults.kill_leader()
         faults.kill("router", "router")
-        killed = time.monotonic()
-    load.join()
-    assert load.done == REQUESTS
-    load.assert_only_in_flight_failed(before, killed + 1)
+        router_killed = faults.moments[-1]
+        wait_for(lambda: load.done >= REQUESTS, seconds=120, what=f"{REQUESTS} requests")
+    assert all(load.in_flight_at(moment) for moment in faults.moments)
+    load.assert_only_in_flight_failed(router_killed, router_killed + 1)
 
 
 def test_a_node_out_of_reach_for_two_minutes_comes_back(fleet: PoolFleet) -> None:
     """Its kubelet and containerd stop; its containers go on, and requests with them."""
-    cluster, faults = fleet.cluster, Faults(fleet)
-    faults.healed()
-    load = request_load(fleet, 40)
-    node = cluster.nodes[1]
-    cluster.stop_node(node)
-    stopped = time.monotonic()
-    try:
-        with faults.named("NodeNotReady", seconds=NODE_DOWN_SECONDS + HEAL_SECONDS):
-            load.start()
-            load.join()
-            time.sleep(max(0.0, NODE_DOWN_SECONDS - (time.monotonic() - stopped)))
-            cluster.start_node(node)
-    except BaseException:
-        cluster.start_node(node)
-        raise
+    node = fleet.cluster.nodes[1]
+    with requests_running(fleet) as load:
+        faults = Faults(fleet, load)
+        faults.wait_whole(time.monotonic() + HEAL_SECONDS)
+        try:
+            faults.stop_node(node)
+            time.sleep(NODE_DOWN_SECONDS - (time.monotonic() - faults.moments[-1]))
+        finally:
+            returned = time.monotonic()
+            fleet.cluster.start_node(node)
+        faults.wait_whole(returned + HEAL_SECONDS)
+        load.wait_in_flight()
+    assert all(load.in_flight_at(moment) for moment in (*faults.moments, returned))
     assert load.failures == []
-    faults.healed()
 
 
 def test_renewed_passwords_and_token_are_taken_up_by_all_parts(fleet: PoolFleet) -> None:
-    """As docs/operations.md says, while requests run."""
-    cluster, faults = fleet.cluster, Faults(fleet)
-    faults.healed()
-    uid = read_pool(cluster, "chat", NAMESPACE)["metadata"]["uid"]
-    load = request_load(fleet, 60)
-    load.start()
-    with faults.named("ValkeyUnauthenticated", "ValkeyHealed", seconds=2 * HEAL_SECONDS):
-        cluster.kubectl("delete", "secret", f"kvpool-{uid}", f"--namespace={SYSTEM}")
-    load.join()
-    assert load.failures == []
-    renewed = PoolFleet(
-        cluster,
-        fleet.transport,
-        name="chat",
-        namespace=NAMESPACE,
-        engines=[(PLAIN, cluster.nodes[0]), (PREDICTOR, cluster.nodes[1])],
-    )
-    wait_for(
-        lambda: all(node.stats()["valkey"]["state"] == "connected" for node in renewed.nodes),
-        seconds=2 * HEAL_SECONDS,
-        what="agents that take the new token and use Valkey with the new password",
-    )
-
-
-def test_a_leader_stopped_past_its_lease_writes_nothing_after_its_successor(fleet: PoolFleet) -> None:
+    """As docs/operations.md says."""
     cluster = fleet.cluster
-    identity = cluster.get("lease", "--namespace", SYSTEM)["items"][0]["spec"]["holderIdentity"]
-    operators = cluster.get("pods", f"--namespace={SYSTEM}", "--selector=app.kubernetes.io/component=operator")["items"]
-    leading = next(pod["metadata"]["name"] for pod in operators if pod["metadata"]["name"] in identity)
-    pid = cluster.container_pid(SYSTEM, leading, "operator")
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    uid = read_pool(cluster, "chat", NAMESPACE)["metadata"]["uid"]
+    with requests_running(fleet) as load:
+        faults = Faults(fleet, load)
+        faults.wait_whole(time.monotonic() + HEAL_SECONDS)
+        faults.renew(lambda: cluster.kubectl("delete", "secret", f"kvpool-{uid}", f"--namespace={SYSTEM}"))
 
-        def has_successor() -> bool:
-            return bool(cluster.get("lease", "--namespace", SYSTEM)["items"][0]["spec"]["holderIdentity"] != identity)
+        def are_connected() -> bool:
+            return all(
+                node.stats()["valkey"]["state"] == "connected" for node in open_fleet(cluster, fleet.transport).nodes
+            )
 
-        wait_for(has_successor, seconds=60, what="another leader")
-        cluster.kubectl("annotate", "kvpool", "chat", f"--namespace={NAMESPACE}", "test/poke=1", "--overwrite")
-        offset = cluster.audit_log.stat().st_size
-        time.sleep(5)  # time for the successor's first writes
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    wait_pool_ready(cluster, "chat", NAMESPACE)
-    time.sleep(5)  # what the stopped one would write, it writes now
-    with cluster.audit_log.open() as log:
-        log.seek(offset)
-        lines = log.readlines()
-    written = [line for line in lines if '"kvcachepools"' in line or NAMESPACE in line]
-    ours = [
-        line
-        for line in written
-        if "kvpool-operator" in line and any(f'"verb":"{v}"' in line for v in ("patch", "create", "update", "delete"))
-    ]
-    assert ours, "the successor's writes are in the audit log"
-    assert all(leading not in line for line in ours), [line[:300] for line in ours if leading in line]
+        wait_for(are_connected, seconds=2 * HEAL_SECONDS, what="agents with the new token and the new password")
+    assert load.in_flight_at(faults.moments[-1])
+    assert load.failures == []
 
 
-def test_the_operator_killed_at_random_moments_converges_to_the_same_objects(fleet: PoolFleet) -> None:
-    from tests.cluster.owned import essence, owned
+def test_engines_answer_on_their_own_services_while_their_pool_goes_and_comes_back(fleet: PoolFleet) -> None:
+    def ask(service: str) -> None:
+        body = {"model": "model", "prompt": f"a prompt for {service}", "max_tokens": 4}
+        reply = fleet.transport.request("POST", f"http://{service}.{NAMESPACE}.svc/v1/completions", body, seconds=30.0)
+        assert reply.status == 200, reply
 
-    cluster, chosen = fleet.cluster, random.Random(11)
-    before = essence(owned(cluster, "chat", NAMESPACE))
-    for number in range(50):
-        cluster.kubectl("annotate", "kvpool", "chat", f"--namespace={NAMESPACE}", f"test/poke={number}", "--overwrite")
-        if number % 5 == 0:
-            cluster.kubectl("delete", "configmap", "chat-router", f"--namespace={NAMESPACE}", "--ignore-not-found")
-        time.sleep(chosen.uniform(0.0, 0.4))
-        for pod in cluster.get("pods", f"--namespace={SYSTEM}", "--selector=app.kubernetes.io/component=operator")[
-            "items"
-        ]:
-            if any("running" in s["state"] for s in pod["status"].get("containerStatuses", [])):
-                try:
-                    cluster.kill_container(SYSTEM, pod["metadata"]["name"], "operator")
-                except (OSError, RuntimeError):
-                    continue
-    wait_for(
-        lambda: essence(owned(cluster, "chat", NAMESPACE)) == before,
-        seconds=120,
-        what="the same objects as before",
-        explain=lambda: set(essence(owned(cluster, "chat", NAMESPACE)).items()) ^ set(before.items()),
-    )
-    wait_pool_ready(cluster, "chat", NAMESPACE)
+    def are_known() -> bool:
+        """To the new agents."""
+        known = {
+            one["endpoint"]
+            for node in open_fleet(fleet.cluster, fleet.transport).nodes
+            for one in node.stats()["engines"]
+        }
+        return known == {engine.endpoint for engine in fleet.engines}
+
+    with asking(partial(ask, PLAIN), partial(ask, PREDICTOR)) as asked:
+        fleet.cluster.kubectl("delete", "kvpool", "chat", f"--namespace={NAMESPACE}", "--timeout=60s")
+        fleet.cluster.apply(POOL)
+        wait_pool_ready(fleet.cluster, "chat", NAMESPACE)
+        wait_for(are_known, seconds=2 * HEAL_SECONDS, what="engines that were there before are known to the new agents")
+    assert asked.answered
+    assert asked.problems == []

@@ -6,6 +6,7 @@ Invariant: a client tries again only where the connection was refused, so every 
 from __future__ import annotations
 
 import http.client
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -15,15 +16,16 @@ from dataclasses import dataclass
 from tests.harness.engine_client import Transport
 
 RETRY_SECONDS = 60.0
+IN_FLIGHT_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """When the request was sent, when it failed (monotonic seconds), and how."""
+@dataclass(slots=True)
+class Sent:
+    """A request: when it was sent, when it ended (monotonic seconds; inf: it is in flight), and what a user would complain of."""
 
     started: float
-    ended: float
-    problem: str
+    ended: float = math.inf
+    problem: str = ""
 
 
 class RequestLoad:
@@ -31,9 +33,7 @@ class RequestLoad:
 
     def __init__(self, transport: Transport, url: str, *, model: str, prompts: Iterable[str], clients: int) -> None:
         self.clients = clients
-        self.done = 0
-        self.in_flight = 0
-        self.failures: list[Failure] = []
+        self.sent: list[Sent] = []
         self._kills: list[tuple[float, float]] = []
         self._transport = transport
         self._url = url
@@ -42,6 +42,21 @@ class RequestLoad:
         self._is_ending = False
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    @property
+    def done(self) -> int:
+        """How many ended, well or not."""
+        return sum(one.ended < math.inf for one in list(self.sent))
+
+    @property
+    def in_flight(self) -> int:
+        """How many are under way."""
+        return sum(one.ended == math.inf for one in list(self.sent))
+
+    @property
+    def failures(self) -> list[Sent]:
+        """Those that a user would complain of."""
+        return [one for one in list(self.sent) if one.problem]
 
     def start(self) -> None:
         """Begin."""
@@ -57,6 +72,18 @@ class RequestLoad:
         """Send no more; ends when what was sent is answered."""
         self._is_ending = True
         self.join()
+
+    def in_flight_at(self, moment: float) -> int:
+        """How many were under way at a time (monotonic seconds)."""
+        return sum(one.started <= moment <= one.ended for one in list(self.sent))
+
+    def wait_in_flight(self) -> None:
+        """Until a request is under way; TimeoutError when the load has ended or does not get on."""
+        end = time.monotonic() + IN_FLIGHT_SECONDS
+        while not self.in_flight:
+            if time.monotonic() > end:
+                raise TimeoutError(f"no request is in flight within {IN_FLIGHT_SECONDS:g} s: {self.done} are done")
+            time.sleep(0.001)
 
     @contextmanager
     def kill(self) -> Iterator[None]:
@@ -83,14 +110,10 @@ class RequestLoad:
                 prompt = None if self._is_ending else next(self._prompts, None)
                 if prompt is None:
                     return
-                self.in_flight += 1
-            started = time.monotonic()
-            problem = self._ask(prompt, started)
-            with self._lock:
-                self.in_flight -= 1
-                self.done += 1
-                if problem:
-                    self.failures.append(Failure(started, time.monotonic(), problem))
+                sent = Sent(time.monotonic())
+                self.sent.append(sent)
+            sent.problem = self._ask(prompt, sent.started)
+            sent.ended = time.monotonic()
 
     def _ask(self, prompt: str, started: float) -> str:
         body = {"model": self._model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
