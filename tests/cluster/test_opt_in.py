@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import Cluster, CommandError
 from tests.cluster.installation import (
     SYSTEM,
     condition,
@@ -62,6 +62,30 @@ def skip_reason(pod: Any) -> str:
     return str(pod["metadata"]["annotations"].get("kvpool.io/skip-reason", ""))
 
 
+def wait_counted(cluster: Cluster, kind: str) -> None:
+    """Status counts every labelled pod that names the pool as what it is, and there is one of this kind."""
+
+    def kind_of(annotations: dict[str, str]) -> str:
+        if "kvpool.io/injected" in annotations:
+            return "injected"
+        return "skipped" if "kvpool.io/skip-reason" in annotations else "webhookMissed"
+
+    def are_counted() -> bool:
+        pods = cluster.get("pods", "--all-namespaces", "--selector=kvpool.io/inject=true")["items"]
+        ours = [
+            pod["metadata"]["annotations"]
+            for pod in pods
+            if (pod["metadata"]["annotations"]["kvpool.io/pool"], pod["metadata"]["namespace"]) == ("chat", NAMESPACE)
+            or pod["metadata"]["annotations"]["kvpool.io/pool"] == f"{NAMESPACE}/chat"
+        ]
+        kinds = [kind_of(annotations) for annotations in ours]
+        counted = read_pool(cluster, "chat", NAMESPACE)["status"]["workloads"]
+        return kind in kinds and counted == {one: kinds.count(one) for one in counted}
+
+    explain = lambda: read_pool(cluster, "chat", NAMESPACE)["status"]["workloads"]  # noqa: E731
+    wait_for(are_counted, seconds=90, what=f"status counts pods as they are, {kind} among them", explain=explain)
+
+
 def assert_untouched(pod: Any, written: dict[str, Any]) -> None:
     """Nothing of ours is in what is run."""
     assert "initContainers" not in pod["spec"]
@@ -75,6 +99,7 @@ def test_another_vllm_version_serves_and_its_log_says_why_it_has_no_cache(pool: 
     log = pool.kubectl("logs", "old-version", f"--namespace={NAMESPACE}")
     assert "0.31.0" in log
     assert "not supported" in log
+    wait_counted(pool, "injected")
 
 
 def test_an_engine_with_a_transfer_config_of_its_own_keeps_it(pool: Cluster, client: PodTransport) -> None:
@@ -82,6 +107,7 @@ def test_an_engine_with_a_transfer_config_of_its_own_keeps_it(pool: Cluster, cli
     pod = run(pool, client, written)
     assert "kv-transfer-config" in skip_reason(pod)
     assert_untouched(pod, written)
+    wait_counted(pool, "skipped")
 
 
 @pytest.mark.parametrize("level", ["baseline", "restricted"])
@@ -94,8 +120,56 @@ def test_a_namespace_under_pod_security_is_left_alone(
     pod = run(pool, client, written)
     assert level in skip_reason(pod)
     assert_untouched(pod, written)
+    wait_counted(pool, "skipped")
 
 
+def policy(name: str, namespace: str, *expressions: str) -> list[dict[str, Any]]:
+    """A rule of the cluster's for the pods of one namespace."""
+    rules = [{"resources": ["pods"], "operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"]}]
+    selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
+    spec = {"matchConstraints": {"resourceRules": rules}, "validations": [{"expression": e} for e in expressions]}
+    binding = {"policyName": name, "validationActions": ["Deny"], "matchResources": {"namespaceSelector": selector}}
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
+    return [
+        {**kind, "kind": "ValidatingAdmissionPolicy", "spec": spec},
+        {**kind, "kind": "ValidatingAdmissionPolicyBinding", "spec": binding},
+    ]
+
+
+def test_a_policy_that_refuses_what_is_put_in_leaves_the_pod_as_its_owner_wrote_it(
+    pool: Cluster, client: PodTransport, make_namespace: Callable[..., str]
+) -> None:
+    """It wants a label of every pod, too, which only its owner's pod has."""
+    namespace = make_namespace("policy")
+    no_host_path = "!object.spec.?volumes.orValue([]).exists(v, has(v.hostPath))"
+    pool.apply(
+        stub_files(namespace, "0.31.0"), *policy(namespace, namespace, no_host_path, "has(object.metadata.labels.app)")
+    )
+    written = stub_pod(pool, "ruled", namespace, annotations={"kvpool.io/pool": f"{NAMESPACE}/chat"})
+    try:
+        wait_for(lambda: is_refused(pool, namespace), seconds=30, what="the policy is in force")
+        pod = run(pool, client, written)
+        assert namespace in skip_reason(pod)
+        assert_untouched(pod, written)
+        wait_counted(pool, "skipped")
+    finally:
+        for kind in ("validatingadmissionpolicybinding", "validatingadmissionpolicy"):
+            pool.kubectl("delete", kind, namespace)
+
+
+def is_refused(cluster: Cluster, namespace: str) -> bool:
+    """Whether a pod with a hostPath is, that nobody but the policy looks at."""
+    pod = stub_pod(cluster, "tried", namespace)
+    pod["metadata"]["labels"] = {"app": "tried"}
+    pod["spec"]["volumes"].append({"name": "host", "hostPath": {"path": "/run"}})
+    try:
+        cluster.kubectl("create", "--dry-run=server", "--filename=-", stdin=json.dumps(pod))
+    except CommandError:
+        return True
+    return False
+
+
+@pytest.mark.local
 def test_a_pod_that_may_land_where_the_image_is_missing_is_left_alone(pool: Cluster, client: PodTransport) -> None:
     node, image = pool.nodes[1], pool.image("kvpool")
     patch = {"spec": {"agent": {"imagePullPolicy": "Never"}}}
@@ -119,6 +193,7 @@ def test_a_pod_that_may_land_where_the_image_is_missing_is_left_alone(pool: Clus
         pod = run(pool, client, written)
         assert "image" in skip_reason(pod).lower()
         assert_untouched(pod, written)
+        wait_counted(pool, "skipped")
     finally:
         pool.restore_image(node, image)
     wait_pool_ready(pool, "chat", NAMESPACE)
@@ -135,25 +210,26 @@ def operator_scaled_to_nothing(cluster: Cluster) -> Iterator[None]:
         helm_install(cluster)
 
 
-def test_with_the_webhook_down_pods_start_and_the_pool_names_them_later(pool: Cluster, client: PodTransport) -> None:
-    with operator_scaled_to_nothing(pool):
+@contextlib.contextmanager
+def operator_not_installed(cluster: Cluster) -> Iterator[None]:
+    """The pool and its parts stay behind."""
+    helm_uninstall(cluster)
+    try:
+        yield
+    finally:
+        helm_install(cluster)
+
+
+@pytest.mark.parametrize("without_webhook", [operator_scaled_to_nothing, operator_not_installed])
+def test_where_nobody_answers_the_api_server_pods_start_and_the_pool_counts_them_later(
+    pool: Cluster,
+    client: PodTransport,
+    without_webhook: Callable[[Cluster], contextlib.AbstractContextManager[None]],
+) -> None:
+    with without_webhook(pool):
         written = stub_pod(pool, "missed", NAMESPACE)
         pod = run(pool, client, written)
         assert_untouched(pod, written)
         assert not skip_reason(pod)
-
-    def is_counted() -> bool:
-        status = read_pool(pool, "chat", NAMESPACE)["status"]
-        return int(status["workloads"]["webhookMissed"]) >= 1
-
-    wait_for(is_counted, seconds=90, what="the missed pod in the pool's status")
-
-
-def test_without_the_operator_pods_start(pool: Cluster, client: PodTransport) -> None:
-    helm_uninstall(pool)
-    try:
-        written = stub_pod(pool, "no-operator", NAMESPACE)
-        assert_untouched(run(pool, client, written), written)
-    finally:
-        helm_install(pool)
+    wait_counted(pool, "webhookMissed")
     wait_pool_ready(pool, "chat", NAMESPACE)
