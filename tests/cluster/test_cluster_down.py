@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,16 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import cgroups, owner
-from tests.cluster.cluster import is_foreign
+from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
+from tests.cluster.installation import ensure_namespace, helm_install, pool_manifest, wait_pool_ready
 from tests.cluster.leftovers import Machine, snapshot
 from tests.cluster.local import LocalCluster
+from tests.cluster.processes import Processes
+from tests.cluster.workloads import Runtime, plain_deployment
 from tests.harness.provision import ROOT
 
-pytestmark = pytest.mark.skipif(is_foreign(), reason="KVPOOL_KUBECONFIG is set: that cluster is not ours to end")
-
-
+pytestmark = pytest.mark.local
 WARM_SECONDS = 60
+NAMESPACE = "test-down"
+VALKEY = {"managed": {"shards": 1, "memoryPerShard": "128Mi"}}
 
 
 @pytest.fixture
@@ -85,6 +90,57 @@ def test_an_up_that_was_cut_off_is_gone_on_with(seconds: float, before: Machine,
     local.up()
 
     assert local.is_up()
+    local.down()
+    assert_as_before(before)
+
+
+def test_demo_down_leaves_nothing_of_a_pool_and_an_engine(before: Machine) -> None:
+    """Arenas, sockets on the nodes, containers of several users: as the demo leaves them."""
+    cluster = Cluster.ensure()
+    helm_install(cluster)
+    ensure_namespace(cluster, NAMESPACE)
+    cluster.apply(pool_manifest("chat", NAMESPACE, capacity="64Mi", valkey=VALKEY))
+    wait_pool_ready(cluster, "chat", NAMESPACE)
+    runtime = Runtime(cluster.image("engine"), str(cluster.engine_python), tuple(map(str, cluster.engine_mounts)))
+    engine = plain_deployment(
+        "llama",
+        runtime,
+        model=cluster.model("tiny-llama"),
+        node=cluster.nodes[0],
+        labels={"kvpool.io/inject": "true"},
+        annotations={"kvpool.io/pool": "chat"},
+    )
+    for manifest in engine:
+        manifest["metadata"]["namespace"] = NAMESPACE
+    cluster.apply(*engine)
+    cluster.kubectl("rollout", "status", "deployment/llama", f"--namespace={NAMESPACE}", "--timeout=300s", seconds=310)
+    (pod,) = cluster.get("pods", f"--namespace={NAMESPACE}", "--selector=app=llama")["items"]
+    assert "kvpool.io/injected" in pod["metadata"]["annotations"]
+
+    subprocess.run(["make", "demo-down"], cwd=ROOT, check=True, timeout=120)
+
+    assert_as_before(before)
+
+
+def test_a_killed_cluster_of_another_clone_is_cleaned(before: Machine, local: LocalCluster, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
+    shutil.copytree(ROOT / "tests", clone / "tests", dirs_exist_ok=True)  # as they are here, committed or not
+    environment = {**os.environ, "PYTHONPATH": ""}
+    subprocess.run([sys.executable, "-m", "tests.cluster", "up"], cwd=clone, env=environment, check=True, timeout=600)
+    with pytest.raises(ClusterError, match=f"a test cluster of {clone} is up"):
+        local.up()
+    theirs = owner.current()
+    assert theirs is not None
+    for process in Processes(Path(theirs.state)).alive().values():
+        process.kill()  # their containers go on without a kubelet, as after an out-of-memory kill
+    assert cgroups.pids()
+
+    local.up()
+
+    assert local.is_up()
+    assert (found := owner.current()) is not None
+    assert found.clone == str(ROOT)
     local.down()
     assert_as_before(before)
 
