@@ -131,6 +131,13 @@ def test_sidecars_do_not_hide_the_engine_and_two_engines_need_a_name() -> None:
     assert found(with_annotations(pod, container="second")).index == 2
 
 
+def test_an_engine_among_the_init_containers_is_left_alone() -> None:
+    pod = engine_pod(command=("/app/proxy",))
+    pod["spec"]["initContainers"] = [{"name": "vllm", "restartPolicy": "Always", "command": ["vllm", "serve", "m"]}]
+    assert reason(pod) == reasons.NO_ENGINE_FOUND
+    assert reason(with_annotations(pod, container="vllm")) == reasons.CONTAINER_NOT_FOUND
+
+
 def test_a_named_container_is_trusted_where_flags_can_be_appended() -> None:
     named = with_annotations(engine_pod("--model", "m", command=("/app/serve",)), container="engine")
     assert found(named).port == 8000

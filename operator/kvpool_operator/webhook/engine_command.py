@@ -83,7 +83,9 @@ def _why_not_one(containers: list[Manifest], found: list[tuple[int, Flags]], ski
             SEVERAL_ENGINES, f"containers {names} are all vLLM servers, one engine a pod is supported: {remedy}"
         )
     if named and not any(container.get("name") == named for container in containers):
-        return Skip(CONTAINER_NOT_FOUND, f"annotation {CONTAINER_ANNOTATION} names {named!r}, which the pod has not")
+        return Skip(
+            CONTAINER_NOT_FOUND, f"annotation {CONTAINER_ANNOTATION} names {named!r}, which is no container of the pod"
+        )
     if skips:
         return skips[0]
     return Skip(NO_ENGINE_FOUND, f"no container is known to start a vLLM server: if one is, {remedy}")
