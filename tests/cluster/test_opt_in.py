@@ -151,7 +151,7 @@ def test_a_policy_that_refuses_what_is_put_in_leaves_the_pod_as_its_owner_wrote_
         pod = run(pool, client, written)
         assert namespace in skip_reason(pod)
         assert_untouched(pod, written)
-        finally:
+    finally:
         for kind in ("validatingadmissionpolicybinding", "validatingadmissionpolicy"):
             pool.kubectl("delete", kind, namespace)
 
@@ -192,7 +192,7 @@ def test_a_pod_that_may_land_where_the_image_is_missing_is_left_alone(pool: Clus
         pod = run(pool, client, written)
         assert "image" in skip_reason(pod).lower()
         assert_untouched(pod, written)
-        finally:
+    finally:
         pool.restore_image(node, image)
     wait_pool_ready(pool, "chat", NAMESPACE)
 
