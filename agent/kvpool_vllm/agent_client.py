@@ -22,13 +22,12 @@ from typing import Protocol
 from kvpool_core import wire
 from kvpool_core.errors import KVPoolError, ProtocolError
 from kvpool_core.frames import FrameDecoder
+from kvpool_vllm.backoff import Backoff
 
 logger = logging.getLogger("vllm.kvpool")
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 WELCOME_TIMEOUT_SECONDS = 5.0
-BACKOFF_FIRST_SECONDS = 0.1
-BACKOFF_LAST_SECONDS = 2.0
 MAX_QUEUED_BYTES = 32 * 1024 * 1024
 """What an agent that does not read may leave queued; beyond it the connection is given up."""
 IDLE_SECONDS = 0.25
@@ -126,23 +125,21 @@ class AgentClient:
     # --- the client's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        backoff = BACKOFF_FIRST_SECONDS
+        backoff = Backoff()
         while not self._closing:
+            began, stood_seconds = time.monotonic(), 0.0
             try:
                 if self._serve_once():
-                    backoff = BACKOFF_FIRST_SECONDS
                     self._lost_at = time.monotonic()
+                    stood_seconds = self._lost_at - began
             except (OSError, KVPoolError) as error:
                 self._say_absent(error)
-            except Exception:
-                logger.exception(
-                    "kvpool: the connection of %s to the agent failed; serving without the cache", self._name
-                )
+            except Exception as error:  # noqa: BLE001 whatever it was, the engine goes on and so does the thread
+                self._say_absent(error, unexpected=True)
             self._drop()
             if not self._closing:
                 self._tell_absent()
-                self._sleep(backoff * random.uniform(0.5, 1.0))
-                backoff = min(backoff * 2, BACKOFF_LAST_SECONDS)
+                self._sleep(backoff.after(stood_seconds, random.random()))
 
     def _tell_absent(self) -> None:
         try:
@@ -231,8 +228,7 @@ class AgentClient:
                     self._peer.on_idle()
                 for key, events in ready:
                     if key.fd == self._wake_read:
-                        with suppress(BlockingIOError):
-                            os.read(self._wake_read, 4096)
+                        self._take_wakes()
                     elif events & selectors.EVENT_READ and not self._read(sock, decoder):
                         raise ProtocolError("the agent closed the connection")
                 with self._lock:
@@ -309,19 +305,27 @@ class AgentClient:
         with suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
+    def _take_wakes(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
     def _sleep(self, seconds: float) -> None:
+        """Until `close`: what else woke the thread was for a connection that is lost, and would keep it from sleeping."""
+        self._take_wakes()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
-            selector.select(seconds)
+            if not self._closing:
+                selector.select(seconds)
 
-    def _say_absent(self, error: BaseException) -> None:
+    def _say_absent(self, error: BaseException, *, unexpected: bool = False) -> None:
         if not self._said_absent and not self._closing:
             self._said_absent = True
             logger.warning(
                 "kvpool: %s has no agent at %s (%s); serving without the cache, trying again",
                 self._name,
                 self._path,
-                error,
+                repr(error) if unexpected else error,
+                exc_info=error if unexpected else None,
             )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,9 @@ from kvpool_vllm.domain_wait import DomainWait
 
 logger = logging.getLogger("vllm.kvpool")
 
+CONNECTED_SECONDS = 30.0
+"""Wait of the identification thread for its agent, which may save it the reading of all weights: a token is being reviewed, or
+the agent starts just now. Without an agent there is no cache to be late for."""
 DIGEST_ANSWER_SECONDS = 2.0
 """Wait of the identification thread for remembered digests; without an answer it reads the files."""
 
@@ -41,6 +45,7 @@ class SchedulerLink:
         self._on_idle = on_idle
         self._registration: wire.RegisterScheduler | None = None
         self.domain_wait = DomainWait()
+        self._is_connected = threading.Event()
         self.arena_id = b""
         self.domain = b""
         self.refusal = ""
@@ -61,6 +66,7 @@ class SchedulerLink:
 
     def ask_digests(self, files: Sequence[wire.FileKey]) -> list[bytes]:
         """Digests that the agent remembers; b"" for each unknown one."""
+        self._is_connected.wait(CONNECTED_SECONDS)
         message = wire.FileDigests(self.client.next_id(), list(files), [])
         answer = self.client.request(message, timeout_seconds=DIGEST_ANSWER_SECONDS)
         if isinstance(answer, wire.FileDigests) and len(answer.digests) == len(files):
@@ -90,6 +96,7 @@ class SchedulerLink:
     def on_connected(self) -> None:
         """The identification may have ended while the agent was greeted: only now does `send` reach it."""
         self.domain_wait.begin(time.monotonic())
+        self._is_connected.set()
         self._register()
 
     def on_standby(self, standby: wire.Standby) -> list[wire.Message]:
@@ -122,6 +129,7 @@ class SchedulerLink:
     def on_disconnected(self) -> None:
         """Without an agent nothing is looked up or offered."""
         self.domain_wait.end()
+        self._is_connected.clear()
         self.session += 1
         self.domain = b""
 
