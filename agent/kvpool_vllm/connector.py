@@ -244,8 +244,15 @@ class KvpoolConnector(OffloadingConnector):
 
     @guarded(_reset)
     def reset_cache(self) -> bool | None:
-        """Called on weight updates too: nothing stored before may be loaded again."""
-        return super().reset_cache()
+        """Called on weight updates too: nothing stored before may be loaded again.
+
+        vLLM's own asserts that a former reset has reached the workers, which takes a step: what is still to be flushed is kept.
+        """
+        unflushed = set(self.scheduler._current_batch_jobs_to_flush)
+        self.scheduler._current_batch_jobs_to_flush.clear()
+        done = super().reset_cache()
+        self.scheduler._current_batch_jobs_to_flush.update(unflushed)
+        return done
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Metrics; also the moment to read the engine's cache events, just before vLLM drains them."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvpool_core.block_hash import HASH_BYTES
 from kvpool_core.errors import UnsupportedModelError
-from kvpool_core.wire import PREFETCH_KEYS_MAX, RESERVE_KEYS_MAX, GroupKeys
+from kvpool_core.wire import PREFETCH_KEYS_MAX, RESERVE_KEYS_MAX, GroupKeys, GroupVerdict
 
 LEAD = bytes(HASH_BYTES)
 """In place of a hash, for what counts as held by the engine: no block has it."""
@@ -110,6 +110,12 @@ def index_of(keyings: Sequence[GroupKeying], groups: Sequence[GroupKeys]) -> dic
         for number, (keying, keys) in enumerate(zip(keyings, groups, strict=True))
         for position in range(keying.lead_blocks, len(keys.hashes))
     }
+
+
+def is_answer_to(verdicts: Sequence[GroupVerdict], sizes: Sequence[int]) -> bool:
+    """Whether a verdict speaks of each of so many keys in each group: an agent that errs costs its answer, not the connector."""
+    rows = [(len(v.states), len(v.tiers), len(v.slots), len(v.generations)) for v in verdicts]
+    return rows == [(size,) * 4 for size in sizes]
 
 
 def leading_keys(

@@ -6,12 +6,14 @@ failed sees only misses until it is finished.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.kv_offload.base import LookupResult
 
 from kvpool_core import wire
 from kvpool_vllm.arena_view import Placement
+from kvpool_vllm.group_keying import is_answer_to
 from kvpool_vllm.lease_wear import LeaseWear, Reliance
 from kvpool_vllm.settings import Settings
 
@@ -37,7 +39,8 @@ def patience_for(recompute_seconds: float | None, settings: Settings) -> tuple[f
 class Lookup:
     """One attempt of one request; all times time.monotonic() seconds.
 
-    `index`: key -> (position of its group in the Prefetch, position in the group). `session`: the connection it went over.
+    `index`: key -> (position of its group in the Prefetch, position in the group). `sizes`: keys of each group.
+    `session`: the connection it went over.
     """
 
     rid: int
@@ -45,6 +48,7 @@ class Lookup:
     verdict_deadline: float
     pending_deadline: float
     index: dict[bytes, tuple[int, int]]
+    sizes: Sequence[int]
     arena_id: bytes
     session: int
     wear: LeaseWear
@@ -68,7 +72,8 @@ class Lookup:
 
     def accept(self, verdict: wire.Verdict) -> None:
         """A verdict came, on the client's thread; it counts from `begin_attempt` on."""
-        self.incoming = verdict
+        if is_answer_to(verdict.groups, self.sizes):
+            self.incoming = verdict
 
     def begin_attempt(self) -> None:
         """On the engine's thread, before it looks keys up: all of them are to see one state."""

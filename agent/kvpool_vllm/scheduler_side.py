@@ -245,7 +245,7 @@ class KvpoolManager(OffloadingManager):
         groups = group_keys(
             keyings, request.block_hashes, tokens=asked, local_tokens=held, windows_are_local=local_tokens is not None
         )
-        lookup = self._new_lookup(request.request_id, index_of(keyings, groups), missing_tokens=missing, wear=wear)
+        lookup = self._new_lookup(request.request_id, keyings, groups, missing_tokens=missing, wear=wear)
         lookup.local_tokens = held
         self._tracked.ask(lookup)
         message = wire.Prefetch(lookup.rid, lookup.name, *place, groups, self.rate.tokens_per_second)
@@ -264,7 +264,13 @@ class KvpoolManager(OffloadingManager):
         return self._gpu_blocks.leading_blocks(map(keying.key, hashes)) * keying.tokens_per_block
 
     def _new_lookup(
-        self, request_id: str, index: dict[bytes, tuple[int, int]], *, missing_tokens: int, wear: LeaseWear
+        self,
+        request_id: str,
+        keyings: Sequence[GroupKeying],
+        groups: Sequence[wire.GroupKeys],
+        *,
+        missing_tokens: int,
+        wear: LeaseWear,
     ) -> Lookup:
         assert self.link is not None
         now = time.monotonic()
@@ -275,7 +281,8 @@ class KvpoolManager(OffloadingManager):
             request_id,
             now + verdict_seconds,
             now + pending_seconds,
-            index,
+            index_of(keyings, groups),
+            [len(keys.hashes) for keys in groups],
             self.link.arena_id,
             self.link.session,
             wear,

@@ -25,9 +25,9 @@ PROMPT_TOKENS = 3_005
 KV_CACHE_BYTES = 512 << 20
 """Of each engine: 43,000 tokens of the demo's model, far more than its prompts."""
 PATIENCE: dict[str, object] = {"kvpool_prefill_tokens_per_second": 100, "kvpool_verdict_deadline_seconds": 2}
-"""What the demo's engines are told. They compute some 500 tokens a second, and a load is given up once it is about to take 0.8 of
-the time to compute: on a machine that is busy otherwise that is right, and not what the table is to show. A load that is slow
-shows in its time to first token all the same."""
+"""What the demo's engines are told. They compute five times as many and more, and a load is given up once it is about to take
+0.8 of the time to compute: on a machine that is busy otherwise that is right, and not what the table is to show. A load that is
+slow shows in its time to first token all the same."""
 PATIENCE_ENVIRONMENT = {name.upper(): str(value) for name, value in PATIENCE.items()}
 """The same for pods."""
 LOADED_SHARE = 0.9

@@ -15,6 +15,7 @@ from kvpool_vllm.group_keying import (
     asked_tokens,
     group_keys,
     index_of,
+    is_answer_to,
     leading_keys,
     registered_window_blocks,
     with_leads,
@@ -106,6 +107,16 @@ def test_prefetch_and_its_verdict_fit_a_frame_at_the_longest() -> None:
     slots, generations = [(1 << 32) - 1] * count, [(1 << 64) - 1] * count
     verdicts = [wire.GroupVerdict(number, bytes(count), bytes(count), slots, generations) for number in range(3)]
     wire.encode(wire.Verdict(1, "1", True, 1 << 62, verdicts))
+
+
+def test_verdict_counts_only_when_it_speaks_of_every_key() -> None:
+    whole = wire.GroupVerdict(0, bytes(2), bytes(2), [0, 0], [0, 0])
+    assert is_answer_to([whole, whole], [2, 2])
+    assert not is_answer_to([whole], [2, 2])
+    assert not is_answer_to([], [2])
+    assert not is_answer_to([whole], [3])
+    assert not is_answer_to([wire.GroupVerdict(0, bytes(2), bytes(2), [0], [0, 0])], [2])
+    assert not is_answer_to([wire.GroupVerdict(0, bytes(2), bytes(1), [0, 0], [0, 0])], [2])
 
 
 def test_store_of_too_many_blocks_keeps_the_shortest_prefix_of_all_groups() -> None:
