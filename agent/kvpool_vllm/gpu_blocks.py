@@ -70,7 +70,7 @@ class GpuBlocks:
         hashes: list[int] = []
         counts: list[int] = []
         if self._pool is not None:
-            self._mark_seen(self._pool.kv_event_queue)
+            self._mark_seen(self._pool.kv_event_queue, len(self._pool.kv_event_queue))
             for key, blocks in list(self._pool.cached_block_hash_to_block._cache.items())[:SNAPSHOT_PIECE]:
                 groups.append(int.from_bytes(key[HASH_BYTES:], "big"))
                 hashes.append(short_hash(key[:HASH_BYTES]))
@@ -83,19 +83,20 @@ class GpuBlocks:
             return None
         pending = self._pool.kv_event_queue
         start = self._seen_count if pending is self._seen else 0
-        self._mark_seen(pending)
+        new = pending[start:]  # once: on the client's thread more may come meanwhile, and must not be told twice
+        self._mark_seen(pending, start + len(new))
         kinds: list[str] = []
         groups: list[int] = []
         hashes: list[int] = []
-        for event in pending[start:]:
+        for event in new:
             for kind, group, number in _flat(event):
                 kinds.append(kind)
                 groups.append(group)
                 hashes.append(number)
         return wire.GpuEvents(0, "".join(kinds), groups, hashes) if kinds else None
 
-    def _mark_seen(self, pending: list[KVCacheEvent]) -> None:
-        self._seen, self._seen_count = pending, len(pending)
+    def _mark_seen(self, pending: list[KVCacheEvent], count: int) -> None:
+        self._seen, self._seen_count = pending, count
 
 
 def _flat(event: KVCacheEvent) -> Iterable[tuple[str, int, int]]:
