@@ -64,7 +64,7 @@ class WriteThrough:
             if not pinned.result(PIN_TIMEOUT_SECONDS):
                 return None
         except (RuntimeError, TimeoutError):  # the loop is closed, or hangs
-            if not pinned.cancel():
+            if not pinned.cancel() and pinned.result():
                 self._done(slot, False)
             return None
         return self._arena.block(slot.chunk.offset, slot.payload_bytes).toreadonly()
