@@ -103,10 +103,29 @@ class DeadlineSocket(socket.socket):
 
 
 class DeadlineConnection(valkey.Connection):
-    """valkey-py's connection on a DeadlineSocket; login included, the deadline of a new one is its socket timeout."""
+    """valkey-py's connection on a DeadlineSocket.
+
+    The deadline of login, and of each command of valkey-py's own (it asks for the topology), is the socket timeout.
+    """
+
+    _is_limited = False
 
     def limit(self, deadline: float) -> None:
-        """Set the deadline (monotonic seconds) of what follows."""
+        """Set the deadline (monotonic seconds) of what follows, until `unlimit`."""
+        self._is_limited = True
+        self._set(deadline)
+
+    def unlimit(self) -> None:
+        """The deadline was for what is over: whoever uses the connection next has its own."""
+        self._is_limited = False
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """As valkey.Connection's."""
+        if not self._is_limited:
+            self._set(time.monotonic() + (self.socket_timeout or math.inf))
+        super().send_packed_command(command, check_health)
+
+    def _set(self, deadline: float) -> None:
         if isinstance(self._sock, DeadlineSocket):
             self._sock.deadline = deadline
 

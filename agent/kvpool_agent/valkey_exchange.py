@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import valkey
-from valkey.exceptions import AskError, MovedError, ResponseError
+from valkey.exceptions import AskError, MovedError, ResponseError, ValkeyClusterException
 
 from kvpool_agent.valkey_connection import DeadlineConnection
 from kvpool_agent.valkey_topology import Topology
@@ -21,6 +21,8 @@ Argument = bytes | tuple[bytes | memoryview, ...]
 """One argument of a command; a tuple is one argument in pieces."""
 Request = tuple[Argument, ...]
 Reply = bytes | bytearray | int | None | list[object] | ResponseError
+EXCHANGE_ERRORS = (valkey.ValkeyError, ValkeyClusterException, OSError, LookupError)
+"""What valkey-py, the network and a stale topology raise."""
 MAX_REDIRECTS = 3
 JOIN_BELOW_BYTES = 4096
 
@@ -56,7 +58,16 @@ def exchange(pool: valkey.ConnectionPool, requests: Sequence[Request], *, deadli
         connection.disconnect()
         raise
     finally:
+        connection.unlimit()
         pool.release(connection)
+
+
+class RedirectedError(Exception):
+    """The node that a request was sent on to failed, by its cause; the shard that was asked answered."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self.target = target
 
 
 def exchange_following(
@@ -65,19 +76,29 @@ def exchange_following(
     """Like `exchange` on a shard of a topology, yielding (index of the request, reply), redirected ones last.
 
     While a slot is being moved a command with several keys is refused (TRYAGAIN): give each request one key.
-    Raises what valkey-py raises, and LookupError when the topology does not know the shard (any more).
+    Raises what valkey-py raises, and LookupError when the topology does not know the shard (any more); RedirectedError
+    from one of these when it was another node than the shard.
     """
     pending = [(index, shard, False) for index in range(len(requests))]
     for attempt in range(MAX_REDIRECTS + 1):
         redirected: list[tuple[int, str, bool]] = []
         for target, is_asking, indexes in _grouped(pending):
             replies = _exchange_some(topology, target, [requests[i] for i in indexes], is_asking, deadline)
-            for index, reply in zip(indexes, replies, strict=True):
+            for index, reply in zip(indexes, _blaming(shard, target, replies), strict=True):
                 if isinstance(reply, AskError) and attempt < MAX_REDIRECTS:
                     redirected.append((index, topology.redirect(reply), not isinstance(reply, MovedError)))
                 else:
                     yield index, reply
         pending = redirected
+
+
+def _blaming(shard: str, target: str, replies: Iterator[Reply]) -> Iterator[Reply]:
+    try:
+        yield from replies
+    except EXCHANGE_ERRORS as error:
+        if target == shard:
+            raise
+        raise RedirectedError(target) from error
 
 
 def _grouped(pending: list[tuple[int, str, bool]]) -> Iterator[tuple[str, bool, list[int]]]:

@@ -10,19 +10,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import valkey
-from valkey.exceptions import ResponseError, ValkeyClusterException
+from valkey.exceptions import ResponseError
 
 from kvpool_agent.valkey_connection import Failure, failure_of
-from kvpool_agent.valkey_exchange import Reply, Request, exchange_following
+from kvpool_agent.valkey_exchange import EXCHANGE_ERRORS, RedirectedError, Reply, Request, exchange_following
 from kvpool_agent.valkey_health import ShardHealth
 from kvpool_agent.valkey_keys import BlockKey
 from kvpool_agent.valkey_metrics import ValkeyMetrics
 from kvpool_agent.valkey_settings import ValkeySettings
 from kvpool_agent.valkey_topology import Topology
 
-EXCHANGE_ERRORS = (valkey.ValkeyError, ValkeyClusterException, OSError, LookupError)
-"""What valkey-py, the network and a stale topology raise."""
 READS = frozenset({"get", "exists", "probe"})
 _MIB = 1024 * 1024
 
@@ -63,6 +60,10 @@ class ValkeyLink:
                     problem = reply if _is_link_problem(op, failure_of(reply)) else problem
                     self._count_resharding(reply)
                 yield index, reply
+        except RedirectedError as error:
+            self._note_failure(error.target, error.__cause__ or error, key)
+            self.health.succeeded(shard)
+            return
         except EXCHANGE_ERRORS as error:
             self._note_failure(shard, error, key)
             return
@@ -78,7 +79,11 @@ class ValkeyLink:
             self.metrics.failure(Failure.RESHARDING.value)
 
     def _note_failure(self, shard: str, error: BaseException, key: BlockKey | None) -> None:
-        self.health.failed(shard, failure_of(error), error, key=key)
+        """A node that has left the topology meanwhile has no health; nor does it say that contents were lost."""
+        if isinstance(error, LookupError) and self.topology is not None and self.topology.pool(shard) is None:
+            self.metrics.failure(failure_of(error).value)
+        else:
+            self.health.failed(shard, failure_of(error), error, key=key)
         self.attention.set()
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from valkey.exceptions import ValkeyClusterException
 
 from kvpool_agent.valkey_connection import Failure, failure_of
-from kvpool_agent.valkey_exchange import Request
+from kvpool_agent.valkey_exchange import EXCHANGE_ERRORS, Request
 from kvpool_agent.valkey_keys import BlockKey, part_name
-from kvpool_agent.valkey_link import EXCHANGE_ERRORS, ValkeyLink
+from kvpool_agent.valkey_link import ValkeyLink
 from kvpool_agent.valkey_rights import remedy_of
 from kvpool_agent.valkey_settings import ValkeySettings
 from kvpool_agent.valkey_topology import discover

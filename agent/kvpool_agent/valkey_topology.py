@@ -178,6 +178,7 @@ def node_info(pool: valkey.ConnectionPool, section: bytes, *, deadline: float) -
         connection.send_command("INFO", section)
         text = cast(bytes, connection.read_response()).decode(errors="replace")
     finally:
+        connection.unlimit()
         pool.release(connection)
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 

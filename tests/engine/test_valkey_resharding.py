@@ -4,6 +4,7 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pytest
 
 from kvpool_agent.valkey_keys import part_name, slot_of
 from kvpool_agent.valkey_tier import BlockKey, FetchOutcome
+from kvpool_agent.valkey_topology import ClusterTopology, node_info
 from tests.harness.running_tier import KIB, PREFIX, RunningTier, eventually, key_on, payload_of, reader
 from tests.harness.valkey_cluster import ValkeyServers
 
@@ -142,3 +144,36 @@ def test_slot_that_nobody_answers_for_is_a_miss_that_is_counted_and_nothing_else
     move.take(0)
     move.finish()
     assert tier.fetch(key, SIZE).payload == payload
+
+
+def test_node_that_a_slot_moved_to_and_that_hangs_is_blamed_and_not_the_one_that_sends_there(
+    servers: ValkeyServers,
+) -> None:
+    key, other = key_on(servers, 0), key_on(servers, 0)
+    with RunningTier(servers.endpoints, breaker_open_seconds=30.0, base_timeout_seconds=0.3) as tier:
+        tier.until("connected")
+        payload = tier.store(other, SIZE)
+        move = Move(servers, key)
+        move.begin()
+        move.finish()  # the tier has not heard of it
+        servers.pause(1)
+        try:
+            assert tier.fetch(key, SIZE).outcome is FetchOutcome.FAILED
+            assert tier.fetch(other, SIZE).payload == payload
+            first, second = tier.settings.endpoints
+            assert tier.tier.stats()["breakers"] == {first: "closed", second: "open: timeout"}
+        finally:
+            servers.resume(1)
+
+
+def test_topology_is_asked_for_on_connections_that_have_been_idle(servers: ValkeyServers) -> None:
+    with RunningTier(servers.endpoints, base_timeout_seconds=0.2) as tier:
+        tier.until("connected")
+        topology = ClusterTopology(tier.settings)
+        for shard in topology.shards():
+            pool = topology.pool(shard)
+            assert pool is not None
+            node_info(pool, b"server", deadline=time.monotonic() + 0.2)
+        time.sleep(0.3)  # beyond the deadline of what was asked before
+        topology.refresh(lambda _shard: True)
+        topology.close()

@@ -93,7 +93,19 @@ def test_error_replies_have_valkey_classes() -> None:
     assert isinstance(plain, ResponseError)
 
 
-@pytest.mark.parametrize("data", [b"!7\r\n", b"HTTP/1.1 200 OK\r\n"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"!7\r\n",
+        b"HTTP/1.1 200 OK\r\n",
+        b"$abc\r\n",
+        b":\r\n",
+        b"$99999999999999\r\n",
+        b"*99999999999999\r\n",
+        b"*1\r\n" * 5000,
+        b"+" + b"x" * 100_000,
+    ],
+)
 def test_foreign_protocol_is_an_error(data: bytes) -> None:
     with Wire() as wire, pytest.raises(InvalidResponse):
         wire.parse(data, cuts=[])
