@@ -172,6 +172,16 @@ NOT_ON_FIRST_NODE = {
         }
     }
 }
+AGENT_FIELDS = {
+    "agent": {
+        "priorityClassName": "system-node-critical",
+        "imagePullSecrets": [{"name": "pull"}],
+        "imagePullPolicy": "Never",
+        "resources": {"requests": {"cpu": "33m"}, "limits": {"cpu": "2"}},
+    },
+    "ram": {"capacityPerNode": "96Mi"},
+}
+"""Together: each alone would replace the agents once more."""
 GUESTS_ONLY = {"from": "Selector", "selector": {"matchLabels": {"kubernetes.io/metadata.name": GUESTS}}}
 
 
@@ -189,25 +199,28 @@ GUESTS_ONLY = {"from": "Selector", "selector": {"matchLabels": {"kubernetes.io/m
             {"agent": {"affinity": NOT_ON_FIRST_NODE, "nodeSelector": {HOSTNAME: None, "kubernetes.io/os": "linux"}}},
             lambda c: c.agents_are_on(*c.cluster.nodes[1:]) and c.engines_without_agent() == 0,
         ),
-        (
-            {"agent": {"priorityClassName": "system-node-critical"}},
+        pytest.param(
+            AGENT_FIELDS,
             lambda c: c.agents_have(lambda spec: spec["priority"] == 2_000_001_000),
+            id="agent.priorityClassName",
         ),
-        (
-            {"agent": {"imagePullSecrets": [{"name": "pull"}]}},
+        pytest.param(
+            AGENT_FIELDS,
             lambda c: c.agents_have(lambda spec: spec["imagePullSecrets"] == [{"name": "pull"}]),
+            id="agent.imagePullSecrets",
         ),
-        (
-            {"agent": {"imagePullPolicy": "Never"}},
+        pytest.param(
+            AGENT_FIELDS,
             lambda c: c.agents_have(lambda spec: {each["imagePullPolicy"] for each in spec["containers"]} == {"Never"}),
+            id="agent.imagePullPolicy",
         ),
-        (
-            {"agent": {"resources": {"requests": {"cpu": "33m"}, "limits": {"cpu": "2"}}}},
-            lambda c: c.agents_have(lambda spec: _cpu(spec) == ("33m", "2")),
+        pytest.param(
+            AGENT_FIELDS, lambda c: c.agents_have(lambda spec: _cpu(spec) == ("33m", "2")), id="agent.resources"
         ),
-        (
-            {"ram": {"capacityPerNode": "96Mi"}},
+        pytest.param(
+            AGENT_FIELDS,
             lambda c: [each["arena"]["capacity_bytes"] for each in c.agent_stats() if each["ready"]] == [96 * MIB],
+            id="ram.capacityPerNode",
         ),
         ({"routing": {"replicas": 1}}, lambda c: len(c.pods("router")) == 1 and c.answers(c.url())),
         ({"routing": {"service": {"port": 81}}}, lambda c: c.url().endswith(":81") and c.answers(c.url())),
