@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool_operator import names, reasons
+from kvpool_operator.foreign_fields import claimed_fields
 from kvpool_operator.kube import Kube
 from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 from kvpool_operator.names import Manifest
@@ -107,11 +108,20 @@ class Applier:
         before = self._written.get(key)
         if before == (wanted, fingerprint(live, manifest)):
             return live
+        self._claim_fields(live)
         now = self._write_over(manifest, live["metadata"]["uid"])
         was_written = now["metadata"].get("resourceVersion") != live["metadata"].get("resourceVersion")
         if was_written and before is not None and before[0] == wanted:
             outcome.corrected.append(title(manifest))
         return now
+
+    def _claim_fields(self, live: Raw) -> None:
+        fields = claimed_fields(live)
+        if fields is None:
+            return
+        kind, namespace, name = identity(live)
+        meta = {"managedFields": fields, "resourceVersion": live["metadata"]["resourceVersion"]}
+        self._kube.merge(kind, namespace or None, name, {"metadata": meta})
 
     def _write_over(self, manifest: Manifest, uid: str) -> Raw:
         """Some edits cannot be put back, such as `immutable`, or `minAvailable` beside our maxUnavailable."""
