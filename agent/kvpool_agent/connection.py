@@ -1,7 +1,7 @@
 """One engine process's connection: frames in and out on a non-blocking socket.
 
-Invariant: memory for a peer is bounded in both directions (one frame in, SEND_MAX_BYTES out); what exceeds it ends the
-connection, never the loop.
+Invariant: memory for a peer is bounded in both directions (one frame in, a small one until it is welcome, SEND_MAX_BYTES
+out); what exceeds it ends the connection, never the loop.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from contextlib import suppress
 
 from kvpool_agent.peer_error import FRAME_TOO_LONG, SLOW_READER, TRUNCATED, PeerError
 from kvpool_core.errors import FrameError
-from kvpool_core.frames import FrameDecoder
+from kvpool_core.frames import MAX_FRAME_BYTES, FrameDecoder
 from kvpool_core.wire import Message, encode
 
 READ_BYTES = 256 * 1024
+GUEST_FRAME_BYTES = 256 * 1024
+"""Until a session takes the connection over: Hello with its token and names. Anybody can connect, and many at a time."""
 SEND_MAX_BYTES = 32 << 20
 """Unread bytes for one peer: a few of the largest verdicts."""
 SO_PEERPIDFD = 77
@@ -36,19 +38,21 @@ class Connection:
         sock.setblocking(False)
         self._socket = sock
         self._loop = loop
-        self._decoder = FrameDecoder()
+        self._decoder = FrameDecoder(GUEST_FRAME_BYTES)
         self._backlog = bytearray()
         self._on_frame: Callable[[bytes], None] = lambda _body: None
         self._on_closed: Callable[[PeerError | None], None] = lambda _error: None
         self.closed = False
 
     def start(self, on_frame: Callable[[bytes], None], on_closed: Callable[[PeerError | None], None]) -> None:
-        """Begin to read."""
-        self.hand_over(on_frame, on_closed)
+        """Begin to read, for a guest."""
+        self._on_frame = on_frame
+        self._on_closed = on_closed
         self._loop.add_reader(self._socket, self._readable)
 
     def hand_over(self, on_frame: Callable[[bytes], None], on_closed: Callable[[PeerError | None], None]) -> None:
-        """From the next frame on somebody else is told."""
+        """The peer is welcome: from the next frame on its session is told."""
+        self._decoder.limit_bytes = MAX_FRAME_BYTES
         self._on_frame = on_frame
         self._on_closed = on_closed
 

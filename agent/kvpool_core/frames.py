@@ -24,9 +24,10 @@ def encode_frame(body: bytes) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frame bodies."""
+    """Cuts a byte stream into frame bodies. `limit_bytes`: of a body, from now on."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.limit_bytes = limit_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -34,8 +35,8 @@ class FrameDecoder:
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise FrameError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            if length > self.limit_bytes:
+                raise FrameError(f"frame of {length} bytes is over the limit of {self.limit_bytes}")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return

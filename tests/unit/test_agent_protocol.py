@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool_agent.connection import GUEST_FRAME_BYTES
 from kvpool_agent.server import CONNECTIONS_MAX
 from kvpool_core import wire
 from kvpool_core.block_hash import short_hash
@@ -281,6 +282,7 @@ def test_impossible_keys_close_the_connection(engine: Engine, node: Node, messag
         ("garbage", _frame(b"\xff\xfe garbage")),
         ("garbage", _frame(b"")),
         ("frame_too_long", struct.pack("<I", (16 << 20) + 1)),
+        ("frame_too_long", struct.pack("<I", GUEST_FRAME_BYTES + 1)),
         ("hello_missing", wire.encode(wire.Ack(0, 1))),
         ("hello_invalid", wire.encode(hello("", "worker"))),
         ("hello_invalid", wire.encode(hello("e", "spectator"))),
