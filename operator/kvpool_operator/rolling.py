@@ -15,11 +15,14 @@ from kvpool_operator.fence import Fence
 from kvpool_operator.first_looks import FirstLooks, Key
 from kvpool_operator.kube import Kube
 from kvpool_operator.moments import seconds_since
-from kvpool_operator.observed import Observed, Pod, Rollout
+from kvpool_operator.observed import Observed, Pod, Rollout, Workload
 from kvpool_operator.pool import Pool
 from kvpool_operator.story import Storyteller
 
 DRAIN_SECONDS = 5.0
+NOT_ACTED_ON = Rollout(
+    reason=reasons.ROLLING_OUT, message="the DaemonSet controller has not acted on the newest template yet: wait"
+)
 
 
 class Roller:
@@ -54,9 +57,18 @@ class Roller:
     def roll(self, pool: Pool, observed: Observed, *, token: str, now: datetime) -> Rollout:
         """Replace an outdated agent if one may go now."""
         workload = observed.workload("DaemonSet")
-        if workload is None or not workload.is_current:
-            message = "the DaemonSet controller has not acted on the newest template yet: wait"
-            return Rollout(reason=reasons.ROLLING_OUT, message=message)
+        if workload is None:
+            return NOT_ACTED_ON
+        fleet = self._fleet(pool, workload, observed, now)
+        if not workload.is_current:
+            self._hold_turn(pool, fleet, now)
+            return NOT_ACTED_ON
+        step = self._step(pool, fleet, now)
+        if step.victim is not None:
+            self._replace(pool, step.victim, fleet, token)
+        return step.rollout
+
+    def _fleet(self, pool: Pool, workload: Workload, observed: Observed, now: datetime) -> rollout.Fleet:
         agents = observed.pods_of(names.AGENT)
         fleet = rollout.Fleet(
             agents=agents,
@@ -65,10 +77,7 @@ class Roller:
             nodes={node.name: node for node in observed.nodes},
             age_seconds={pod.uid: seconds_since(pod.created_at, now) for pod in agents},
         )
-        step = self._step(pool, replace(fleet, short_seconds=self._short_seconds(pool, fleet, now)), now)
-        if step.victim is not None:
-            self._replace(pool, step.victim, fleet, token)
-        return step.rollout
+        return replace(fleet, short_seconds=self._short_seconds(pool, fleet, now))
 
     def _short_seconds(self, pool: Pool, fleet: rollout.Fleet, now: datetime) -> float:
         if not fleet.is_short:
@@ -77,14 +86,18 @@ class Roller:
         return (now - self._short_since.setdefault(pool.uid, now)).total_seconds()
 
     def _step(self, pool: Pool, fleet: rollout.Fleet, now: datetime) -> rollout.Step:
-        may_begin = self._first_looks.are_done
-        may_roll = fleet.is_outdated and may_begin and self._turn.take(pool.uid, now)
+        may_roll = fleet.is_outdated and self._first_looks.are_done and self._turn.take(pool.uid, now)
         step = rollout.next_step(fleet, may_roll=may_roll)
-        if not step.needs_turn:
+        if step.needs_turn:
+            self._hold_turn(pool, fleet, now)
+        else:
             self._turn.give_back(pool.uid)
-        elif not may_begin:
-            self._turn.take(pool.uid, now)  # a former leader gave it
         return step
+
+    def _hold_turn(self, pool: Pool, fleet: rollout.Fleet, now: datetime) -> None:
+        """A former leader may have given it: also to a pool whose template this one has just changed."""
+        if not self._first_looks.are_done and rollout.next_step(fleet, may_roll=False).needs_turn:
+            self._turn.take(pool.uid, now)
 
     def _replace(self, pool: Pool, victim: Pod, fleet: rollout.Fleet, token: str) -> None:
         if fleet.is_serving(victim) and victim.ip:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpool_operator import names, reasons
 from kvpool_operator.reconcile import Reconciler
 from tests.unit.fake_api_server import FakeApiServer
-from tests.unit.operator_pools import UID, manifest
+from tests.unit.operator_pools import SETTINGS, UID, manifest
 from tests.unit.played_cluster import KEY, condition, deleted, operator, run_daemon_set, run_deployment, settled
 
 OTHER = ("inference", "other")
@@ -84,6 +86,21 @@ def test_new_leader_knows_of_a_rollout_that_its_predecessor_began(
     for key in (KEY, OTHER):
         successor.reconcile(key)
     assert api.find("Pod", "other-agent-x") is None
+
+
+def test_upgraded_leader_knows_of_a_rollout_although_it_changes_every_template(api: FakeApiServer) -> None:
+    two_outdated_pools(api)
+    successor = operator(api, settings=replace(SETTINGS, image="kvpool:2"), others=(KEY, OTHER))
+
+    for key in (KEY, OTHER):
+        successor.reconcile(key)
+    run_daemon_set(api, make=False)
+    run_daemon_set(api, "other", make=False)
+    for key in (OTHER, KEY, OTHER):
+        successor.reconcile(key)
+
+    assert api.find("Pod", "other-agent-x") is not None
+    assert rollout_reason(api, "other") == reasons.WAITING_FOR_OTHER_POOL
 
 
 def test_pool_that_cannot_be_looked_at_keeps_no_other_from_rolling(api: FakeApiServer) -> None:
