@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvpool_operator import names, reasons
-from kvpool_operator.observed import Pod
+from kvpool_operator.observed import Pod, WarningEvent
 from kvpool_operator.valkey.acl import escape_glob
 
 AGENTS_SECONDS = 25.0
@@ -86,7 +86,7 @@ def _after_job(scene: Scene, job: Mapping[str, Any]) -> Step:
     conditions = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or ()}
     if conditions.get("Complete", {}).get("status") == "True":
         return Step(Act.FINISH, reasons.KEYS_PURGED, scene.job_message or "the pool's keys are removed from Valkey")
-    if conditions.get("Failed", {}).get("status") == "True":
+    if has_failed(job):
         why = scene.job_message or conditions["Failed"].get("message", "") or "the purge Job failed"
         return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, why))
     return Step(Act.WAIT)
@@ -101,10 +101,23 @@ def left(key_prefix: str, why: str) -> str:
     )
 
 
+def has_failed(job: Mapping[str, Any]) -> bool:
+    """Whether a Job gave up."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    return any(one.get("type") == "Failed" and one.get("status") == "True" for one in conditions)
+
+
 def job_message(pods: tuple[Pod, ...]) -> str:
     """What the purge Job's pod said at its end (`kvpool_operator.purge`: one line of JSON), for people."""
     said = [one.exit_message for pod in pods if pod.component == names.PURGE for one in pod.containers]
     return "; ".join(_readable(text) for text in said if text)
+
+
+def refusal_message(job: Mapping[str, Any], warnings: Iterable[WarningEvent]) -> str:
+    """Why a Job never had a pod, such as a quota: its own condition only says that the time was up."""
+    told = [one for one in warnings if one.object_uid == job["metadata"]["uid"] and one.reason == "FailedCreate"]
+    newest = max(told, key=lambda one: one.last_seen, default=None)
+    return f"the purge Job's pod is refused: {newest.message}" if newest else ""
 
 
 def _readable(text: str) -> str:

@@ -104,10 +104,15 @@ class Finisher:
             agents=tuple(pod for pod in pods if pod.component == names.AGENT),
             job=job,
             is_job_ours=job is not None and claim(job["metadata"], pool) is Claim.OURS,
-            job_message=deletion.job_message(pods),
+            job_message=deletion.job_message(pods) or self._refusal(pool, job),
             key_prefix=names.key_prefix(pool),
         )
         return scene, daemon_set, job
+
+    def _refusal(self, pool: Pool, job: Raw | None) -> str:
+        if job is None or not deletion.has_failed(job):
+            return ""
+        return deletion.refusal_message(job, gathering.read_warnings(self._kube, pool))
 
     def _own(self, kind: str, pool: Pool, name: str) -> Raw | None:
         raw = self._kube.get(kind, pool.namespace, name)

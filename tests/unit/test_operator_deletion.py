@@ -80,6 +80,24 @@ def test_keys_go_after_the_agents_and_the_pool_after_the_keys(api: FakeApiServer
     assert api.names("Job") == []
 
 
+def test_purge_whose_pod_is_refused_says_why(api: FakeApiServer) -> None:
+    operating = ending(api)
+    for _ in range(2):
+        operating.reconcile(KEY)
+    job = api.find("Job", "chat-purge")
+    assert job is not None
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "DeadlineExceeded"}]}
+    about = {"kind": "Job", "name": "chat-purge", "uid": job["metadata"]["uid"]}
+    meta = {"namespace": "inference", "name": "refused"}
+    said = {"reason": "FailedCreate", "message": "exceeded quota: small", "type": "Warning"}
+    api.put({"kind": "Event", "metadata": meta, "involvedObject": about, **said})
+
+    operating.reconcile(KEY)
+
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert "exceeded quota: small" in told[0]
+
+
 def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None:
     operating = ending(api)
     for _ in range(2):
