@@ -154,9 +154,9 @@ class KvpoolWorker(OffloadingWorker):
         return Outcome.DONE if self._link.ack(job.job_id) else Outcome.DROPPED
 
     def _reserve(self, job: Job, spec: StoreSpec) -> wire.Reserved | None:
-        """Slots for the job; None when cancelled, late, without an agent, or while the agent has stopped answering."""
+        """Slots for the job; None when cancelled, late, without an agent that knows us, or while it has stopped answering."""
         now = time.monotonic()
-        if job.cancelled.is_set() or now > job.deadline or not self._link.connected:
+        if job.cancelled.is_set() or now > job.deadline or not self._link.can_reserve:
             return None
         if self._link.client.last_heard < self._agent_silent_since:
             return None

@@ -50,12 +50,19 @@ class WorkerLink:
         self.store_lock = threading.Lock()
         self.load_lock = threading.Lock()
         self.epoch = 0
+        self._is_known = False
         self.client = AgentClient(socket_path, self, name=f"worker-{rank}")
 
     @property
     def connected(self) -> bool:
         """Whether the agent's word is current."""
         return self.client.connected
+
+    @property
+    def can_reserve(self) -> bool:
+        """Whether the agent has known the engine's domain on this connection: a new one does not at first, and closes on whoever
+        reserves before."""
+        return self.connected and self._is_known
 
     def reserve(
         self, job: int, domain: bytes, private: bool, keys: list[wire.StoreKey], seconds: float
@@ -123,8 +130,10 @@ class WorkerLink:
             self._unmap()
 
     def on_message(self, message: wire.AgentMessage) -> None:
-        """Workers act on no pushed message but a call to announce themselves again."""
-        if isinstance(message, wire.Reannounce):
+        """The domain, of which a worker needs to know that there is one, and the call to announce itself again."""
+        if isinstance(message, wire.Domain):
+            self._is_known = self._is_known or message.state == "known"
+        elif isinstance(message, wire.Reannounce):
             self.client.send(wire.Announce(self.client.next_id(), [], [], []))
 
     def on_idle(self) -> None:
@@ -133,6 +142,7 @@ class WorkerLink:
     def on_disconnected(self) -> None:
         """Copies into the lost agent's slots stop at the next block."""
         self.epoch += 1
+        self._is_known = False
 
     def _unmap(self) -> None:
         """Take the arena away from the copies, wait for those in flight, then undo registration and mapping."""

@@ -13,9 +13,26 @@ from kvpool_core import wire
 from kvpool_vllm.agent_client import AgentClient
 from kvpool_vllm.backoff import FIRST_SECONDS, LAST_SECONDS, STABLE_SECONDS, Backoff
 from kvpool_vllm.scheduler_link import SchedulerLink
-from tests.unit.agent_peer import Engine, hello, running_node, wait_for
+from kvpool_vllm.worker_link import ABANDON_SECONDS, WorkerLink
+from tests.unit.agent_peer import LAYOUT, Engine, Peer, hello, running_node, wait_for
 
 FILE = wire.FileKey(1, 2, 3, 4, b"sample")
+
+
+class CpuArena:
+    """Stands for a copier, with nothing to register."""
+
+    def mark(self) -> object:
+        return None
+
+    def copy(self, source: object, destination: object, sizes: object, *, to_cache: bool, after: object) -> None:
+        raise NotImplementedError
+
+    def register(self, address: int, size: int) -> list[int]:  # noqa: ARG002
+        return []
+
+    def unregister(self, registered: list[int]) -> None:
+        assert not registered
 
 
 class TokenlessOwner:
@@ -85,6 +102,31 @@ def test_unexpected_error_at_each_try_is_logged_once(tmp_path: Path, caplog: pyt
     [record] = [record for record in caplog.records if "has no agent" in record.message]
     assert "no token of text" in record.message
     assert record.exc_info is not None, "nobody expected it: where it came from is of interest"
+
+
+def test_worker_reserves_nothing_before_the_agent_knows_the_domain(tmp_path: Path) -> None:
+    """A store that was queued when the agent died comes to the new one before the scheduler does."""
+    with running_node(tmp_path) as node:
+        link = WorkerLink(
+            str(node.socket_path),
+            lambda: hello("engine-a", "worker"),
+            wire.RegisterWorker(0, b"w" * 16, b"", [LAYOUT]),
+            CpuArena(),
+            rank=0,
+        )
+        link.client.start()
+        wait_for(lambda: link.connected, "the connection")
+        assert not link.can_reserve
+        scheduler = Peer(node.socket_path)
+        scheduler.send(hello("engine-a", "scheduler"))
+        scheduler.receive(wire.Welcome)
+        scheduler.send(wire.RegisterScheduler(0, b"s" * 16, ""))
+        wait_for(lambda: link.can_reserve, "the domain")
+        node.stop()
+        wait_for(lambda: not link.can_reserve, "the loss to be seen")
+        scheduler.close()
+        link.close()
+        link.on_absent(ABANDON_SECONDS)
 
 
 def test_remembered_digests_are_waited_for_while_the_connection_is_being_made(tmp_path: Path) -> None:
