@@ -50,10 +50,10 @@ class Lookup:
     index: dict[bytes, tuple[int, int]]
     sizes: Sequence[int]
     arena_id: bytes
-    session: int
     wear: LeaseWear
     groups: list[wire.GroupVerdict] = field(default_factory=list)
     local_tokens: int = 0
+    session: int = 0
     lease_until_ns: int = 0
     final: bool = False
     incoming: wire.Verdict | None = None

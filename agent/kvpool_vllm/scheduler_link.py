@@ -130,8 +130,8 @@ class SchedulerLink:
         """Without an agent nothing is looked up or offered."""
         self.domain_wait.end()
         self._is_connected.clear()
-        self.session += 1
         self.domain = b""
+        self.session += 1  # after the domain is gone: whoever reads the session first sees either both or neither
 
     def _take_domain(self, message: wire.Domain) -> None:
         self.domain_wait.told(message.state, message.reason, time.monotonic())

@@ -230,14 +230,14 @@ class KvpoolManager(OffloadingManager):
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, local_tokens: int | None, wear: LeaseWear) -> None:
+        if self.link is None or self._patience.is_paused(time.monotonic()):
+            return
+        session = self.link.session
         place = self._domain_of(request)
-        if place is None or self.link is None or self._patience.is_paused(time.monotonic()):
+        if place is None:
             return
         keyings = list(self._groups.values())
-        asked = min(
-            self._asked_tokens,
-            max(len(request.block_hashes) // k.hashes_per_block * k.tokens_per_block for k in keyings),
-        )
+        asked = self._tokens_to_ask_for(request)
         held = self._guess_local_tokens(request) if local_tokens is None else local_tokens
         missing = asked - held
         if missing <= 0:
@@ -246,13 +246,18 @@ class KvpoolManager(OffloadingManager):
             keyings, request.block_hashes, tokens=asked, local_tokens=held, windows_are_local=local_tokens is not None
         )
         lookup = self._new_lookup(request.request_id, keyings, groups, missing_tokens=missing, wear=wear)
-        lookup.local_tokens = held
+        lookup.local_tokens, lookup.session = held, session
         self._tracked.ask(lookup)
         message = wire.Prefetch(lookup.rid, lookup.name, *place, groups, self.rate.tokens_per_second)
-        if self.link.client.send(message):
+        if session == self.link.session and self.link.client.send(message):  # a new agent knows no domain yet
             self._stats.increase_counter(metrics.QUERIED_TOKENS, missing)
         else:
             self._forget(lookup)
+
+    def _tokens_to_ask_for(self, request: Request) -> int:
+        """Those in whole blocks, as far as one Prefetch goes."""
+        blocks = ((len(request.block_hashes) // k.hashes_per_block, k.tokens_per_block) for k in self._groups.values())
+        return min(self._asked_tokens, max(count * tokens for count, tokens in blocks))
 
     def _guess_local_tokens(self, request: Request) -> int:
         """What vLLM will find in the engine's own cache, as far as groups of full attention tell."""
@@ -284,7 +289,6 @@ class KvpoolManager(OffloadingManager):
             index_of(keyings, groups),
             [len(keys.hashes) for keys in groups],
             self.link.arena_id,
-            self.link.session,
             wear,
         )
 
