@@ -57,11 +57,15 @@ class EndpointTable:
         return self._endpoints.get(address)
 
     def replace(self, specs: Sequence[EndpointSpec]) -> tuple[list[EndpointState], list[EndpointState]]:
-        """Take over a complete set; those that are new and those that are gone. A changed one is both."""
+        """Take over a complete set; those that are new and those that are gone. A changed one is both.
+
+        One that goes with probes unanswered (a hung engine's pod is not Ready any more) is silent for the requests that it has:
+        nobody probes it again.
+        """
         wanted = {spec.address: spec for spec in specs}
         gone = [state for state in self.all() if wanted.get(state.address) != state.spec]
         for state in gone:
-            state.up = False
+            state.up, state.silent = False, state.silent or state.unanswered > 0
             del self._endpoints[state.address]
         new = [EndpointState(spec) for spec in specs if spec.address not in self._endpoints]
         self._endpoints.update({state.address: state for state in new})

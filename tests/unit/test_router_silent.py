@@ -43,6 +43,21 @@ def test_endpoint_that_answers_no_probe_is_silent_whatever_it_was(before: str) -
     assert (state.up, state.silent) == (True, False)
 
 
+@pytest.mark.parametrize(("unanswered", "silent_now"), [(0, False), (1, True), (5, True)])
+def test_endpoint_that_goes_with_probes_unanswered_is_silent_for_what_waits_there(
+    unanswered: int, silent_now: bool
+) -> None:
+    table = EndpointTable(probe_failures=3)
+    table.replace([EndpointSpec("10.0.0.1:8000", "http://10.0.0.1:8000", "node-a")])
+    [state] = table.all()
+    table.mark_up(state)
+    for _ in range(unanswered):
+        table.mark_unanswered(state, "no answer")
+    table.replace([])
+    assert (state.up, state.silent) == (False, silent_now)
+    assert not table.any_usable()
+
+
 def test_hung_endpoint_gets_nothing_while_another_is_up_and_is_named(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, settings=PROBES) as fleet:
