@@ -17,6 +17,7 @@ import pytest
 
 from kvpool_agent.valkey_rights import NEEDED_RIGHTS
 from kvpool_agent.valkey_tier import FetchOutcome
+from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS
 from kvpool_operator.valkey.erase import Erased, erase
 from kvpool_operator.valkey.wire import Access, ValkeyForbiddenError
 from tests.harness.running_tier import PREFIX, RunningTier, eventually, new_key, reader
@@ -95,7 +96,7 @@ def test_documented_rights_suffice_for_agent_and_purge(
 
 
 def test_documented_rights_are_those_of_the_remedy_and_of_every_other_page() -> None:
-    assert " ".join(CATEGORIES[1:]) == NEEDED_RIGHTS
+    assert " ".join(CATEGORIES[1:]) == NEEDED_RIGHTS == EXTERNAL_RIGHTS
     pages = [*(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "examples").glob("*.yaml")]
     said = [found for page in pages for found in re.findall(r"\+@read[^`\n]*?\+info|\+@read[^`\n]*", page.read_text())]
     assert len(said) >= 3
