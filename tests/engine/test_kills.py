@@ -110,7 +110,11 @@ def kill_engine(fleet: Stack, load: RequestLoad) -> None:
         seconds=BACK_SECONDS,
         what="the router holds the engine to be down",
     )
-    assert router_metric(fleet, "kvpool_router_retries_total") > retries
+    wait_for(
+        lambda: router_metric(fleet, "kvpool_router_retries_total") > retries,
+        seconds=BACK_SECONDS,
+        what="requests passed on to the other engine",
+    )
     wait_for(
         lambda: metric_sum(fleet.nodes[1].metrics(), "kvpool_agent_engines") == 0,
         seconds=BACK_SECONDS,
