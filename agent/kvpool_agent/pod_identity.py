@@ -81,7 +81,7 @@ def token_expiry(token: str) -> float | None:
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         expiry = claims["exp"]
         return float(expiry) if isinstance(expiry, int | float) else None
-    except (ValueError, KeyError, TypeError, binascii.Error, OverflowError):
+    except (ValueError, KeyError, TypeError, binascii.Error, OverflowError, RecursionError):
         return None
 
 
