@@ -77,7 +77,7 @@ def test_deletion_purges_our_keys_and_objects_and_the_pool_can_come_back(
     assert set(before) <= set(traces(operator, uid))
 
     def ask_engine() -> bool:
-        reply = client.request("GET", f"http://engine.{guests}.svc/v1/models", seconds=5.0)
+        reply = client.request("GET", f"http://engine.{guests}.svc/v1/models", seconds=30.0)
         assert reply.status == 200, reply
         return True
 
