@@ -5,7 +5,6 @@ tiny-llama has one layer, so its KV is bit for bit the same at any TP size (no s
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvpool_core import wire
-from tests.engine.answers import Loads, reference_pair, whole_blocks
-from tests.engine.conftest import LEASE_SECONDS, Starting, fresh_prompt, settle, wait_for
+from tests.engine.answers import Loads, Pair, reference_pair, whole_blocks
+from tests.engine.conftest import LEASE_SECONDS, Starting, fresh_prompt, settle, wait_for, wait_for_valkey
 from tests.harness.engine import Engine
 from tests.harness.node import Node
 from tests.harness.socket_tap import SocketTap
@@ -67,6 +66,35 @@ def test_blocks_of_one_layout_load_in_the_other_with_equal_answers(ranks: Ranks,
     loads = Loads(ranks.engines[loading])
     assert ranks.engines[loading].complete(prompt) == expected.cached
     assert loads.by_tier()["ram"] == whole_blocks(prompt), evidence(ranks)
+
+
+def test_blocks_of_two_ranks_come_back_after_a_restart_and_from_valkey(ranks: Ranks) -> None:
+    engine, node, prompt = ranks.engines[2], ranks.node, fresh_prompt()
+    expected = reference_pair(ranks.references[2], prompt)
+    wait_for(lambda: is_asking(ranks, engine), seconds=15, what="the engine asks its agent, not in a pause")
+    assert engine.complete(prompt) == expected.cold
+    settle(node)
+
+    node.agent.kill()
+    node.agent.start()
+    assert_loads_again(ranks, prompt, expected, tier="ram")
+
+    node.stop()  # the arena is gone with its holder: what is left is Valkey's
+    node.start()
+    assert_loads_again(ranks, prompt, expected, tier="valkey")
+
+
+def assert_loads_again(ranks: Ranks, prompt: str, expected: Pair, *, tier: str) -> None:
+    """The agent comes back; then the engine of two ranks loads a whole prompt from that tier."""
+    engine = ranks.engines[2]
+    ranks.node.wait_ready()
+    wait_for_valkey(ranks.node)
+    for one in ranks.engines.values():
+        one.wait_identified()
+    engine.reset_own_cache()
+    loads = Loads(engine)
+    assert engine.complete(prompt) == expected.cached
+    assert loads.by_tier() == {"ram": 0, "valkey": 0, tier: whole_blocks(prompt)}, evidence(ranks)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -152,10 +180,12 @@ def is_stopped(pid: int) -> bool:
 def assert_nothing_is_left(ranks: Ranks) -> None:
     """1 s after SIGCONT, or at the leases' end, no slot is in writing and no lease is held."""
     time.sleep(1.0)
-    arena = ranks.node.stats()["arena"]
-    assert arena["slots"].get("writing", 0) == 0
-    assert arena["slots"].get("quarantined", 0) == 0
-    wait_for(lambda: ranks.node.stats()["arena"]["leases"] == 0, seconds=LEASE_SECONDS, what="leases ended")
-    os.kill(ranks.node.agent.pid, 0)
+    wait_for(lambda: is_idle(ranks.node), seconds=LEASE_SECONDS, what="slots and leases are free")
+    assert ranks.node.agent.is_running()
     for engine in ranks.engines.values():
         engine.wait_identified()
+
+
+def is_idle(node: Node) -> bool:
+    arena = node.stats()["arena"]
+    return not (arena["slots"].get("writing", 0) or arena["slots"].get("quarantined", 0) or arena["leases"])
