@@ -47,8 +47,14 @@ def pool(operator: Cluster) -> Iterator[Cluster]:
 def run(cluster: Cluster, client: PodTransport, pod: dict[str, Any]) -> Any:
     """Create the pod, see it serve; the pod as it is."""
     name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-    cluster.kubectl("delete", "pod", name, f"--namespace={namespace}", "--ignore-not-found")
-    cluster.apply(pod)
+
+    def is_made() -> bool:
+        """Of a namespace that is younger than a moment the operator does not know yet: "create the pod again"."""
+        cluster.kubectl("delete", "pod", name, f"--namespace={namespace}", "--ignore-not-found")
+        cluster.apply(pod)
+        return "NamespaceUnknown" not in skip_reason(cluster.get("pod", name, f"--namespace={namespace}"))
+
+    wait_for(is_made, seconds=READY_SECONDS, what=f"{name} in a namespace that the operator knows")
     cluster.kubectl(
         "wait", f"pod/{name}", f"--namespace={namespace}", "--for=condition=Ready", f"--timeout={READY_SECONDS:g}s"
     )
