@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvpool_operator.webhook import contract
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_memory import memory_bytes
-from kvpool_operator.webhook.views import NamespaceFacts, NodeView
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView, Taint
 from tests.unit.webhook_pods import around, engine, engine_pod, injected, pool_with
 
 
@@ -142,12 +142,13 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("before", "nodes", "after"),
     [
+        (("4Gi", "8Gi"), (), ("4Gi", "8320Mi")),
         (("8Gi", "8Gi"), (8 * GIB,), ("8Gi", "8Gi")),
         (("", "8Gi"), (8 * GIB,), ("", "8Gi")),
         (("8Gi", "8Gi"), (8 * GIB, 9 * GIB), ("8320Mi", "8320Mi")),
         (("8Gi", "8Gi"), (8320 << 20,), ("8320Mi", "8320Mi")),
-        (("8Gi", "8Gi"), (8 * GIB, 0), ("8320Mi", "8320Mi")),
-        (("8Gi", "8Gi"), (), ("8320Mi", "8320Mi")),
+        (("8Gi", "8Gi"), (8 * GIB, 0), ("8Gi", "8Gi")),
+        (("8Gi", "8Gi"), (), ("8Gi", "8Gi")),
         (("4Gi", "8Gi"), (8 * GIB,), ("4Gi", "8320Mi")),
     ],
 )
@@ -158,6 +159,32 @@ def test_a_request_is_not_raised_above_what_every_node_has(
     large = NodeView("cordoned", unschedulable=True, memory_bytes=64 * GIB)
     pod = engine_pod(resources=bounded(*before))
     assert memory_of(injected(pod, pool_with(nodes=known and (*known, large)))) == after
+
+
+SICK = Taint("node.kubernetes.io/not-ready", "", "NoSchedule")
+
+
+def node_of(name: str, size: int, *, is_sick: bool = False, is_cordoned: bool = False) -> NodeView:
+    """A node on which the pod cannot land now when it is sick or cordoned."""
+    return NodeView(name, taints=(SICK,) if is_sick else (), unschedulable=is_cordoned, memory_bytes=size)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "after"),
+    [
+        ([node_of("sick", 8 * GIB, is_sick=True)], "8Gi"),
+        ([node_of("cordoned", 8 * GIB, is_cordoned=True)], "8Gi"),
+        ([node_of("small", 4 * GIB), node_of("sick", 8 * GIB, is_sick=True)], "8Gi"),
+        ([node_of("sick", 9 * GIB, is_sick=True)], "8320Mi"),
+        ([node_of("small", 4 * GIB), node_of("sick", 9 * GIB, is_sick=True)], "8320Mi"),
+        ([node_of("exact", 8 * GIB), node_of("sick", 64 * GIB, is_sick=True)], "8Gi"),
+        ([node_of("small", 4 * GIB)], "8Gi"),
+    ],
+)
+def test_a_node_where_the_pod_cannot_land_now_counts_by_its_size(nodes: list[NodeView], after: str) -> None:
+    """Raised above what its only node has, the pod would wait for ever, also once the node is well again."""
+    pod = engine_pod(resources=bounded("8Gi", "8Gi"))
+    assert memory_of(injected(pod, pool_with(nodes=tuple(nodes)))) == (after, after)
 
 
 def test_what_else_the_pod_reserves_counts_beside_its_engine() -> None:

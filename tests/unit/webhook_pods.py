@@ -11,7 +11,7 @@ from typing import Any
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.inject import AlreadyInjected, Injection, Surroundings, decide, stamp_skip
 from kvpool_operator.webhook.skip_reasons import Skip
-from kvpool_operator.webhook.views import NamespaceFacts, PoolView
+from kvpool_operator.webhook.views import NamespaceFacts, NodeView, PoolView
 
 RECORDED = Path(__file__).parent / "kserve_pods"
 GOLDEN = RECORDED / "golden"
@@ -24,6 +24,7 @@ POOL = PoolView(
     socket_folder="/var/run/kvpool/default/chat",
     capacity_bytes=64 << 30,
     ready_agents=2,
+    nodes=(NodeView("large", allocatable=frozenset({"cpu", "memory", "nvidia.com/gpu"}), memory_bytes=1 << 40),),
 )
 AROUND = Surroundings(
     namespace="default", reference=("default", "chat"), pool=POOL, facts=NamespaceFacts("default", {"team": "a"})

@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_command import Engine
-from kvpool_operator.webhook.placement import may_land_now
+from kvpool_operator.webhook.placement import may_land, may_land_now
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: Names
     """Raise the engine's memory limit, and its request where that is the same (a Guaranteed pod stays so).
 
     Left alone: no limit; a limit of the whole pod; a namespace that bounds memory, where more might be refused; a request
-    that would then fit no node.
+    that would then fit no node that is known: the pod would wait for ever.
     """
     container: Manifest = pod["spec"]["containers"][engine.index]
     resources = container.get("resources") or {}
@@ -74,10 +74,16 @@ def raise_memory(pod: Manifest, engine: Engine, pool: PoolView, namespace: Names
 
 
 def _fits_a_node(pod: Manifest, pool: PoolView, extra: int) -> bool:
-    """Whether some node where the pod may land has that much more; also where no such node is known."""
-    rooms = [node.memory_bytes for node in pool.nodes if may_land_now(pod, node)]
-    wanted = _requested_bytes(pod["spec"]) + extra
-    return not rooms or any(room == 0 or room >= wanted for room in rooms)
+    """Whether some node is known to have that much more, of those that have room for the pod as it came.
+
+    Nodes where the pod may land now come first; where there are none, those that will be well again.
+    """
+    needed = _requested_bytes(pod["spec"])
+    now, later = (
+        [node.memory_bytes for node in pool.nodes if lands(pod, node) and node.memory_bytes >= needed]
+        for lands in (may_land_now, may_land)
+    )
+    return any(room >= needed + extra for room in now or later)
 
 
 def _requested_bytes(spec: Manifest) -> int:
