@@ -36,7 +36,7 @@ from kvpool_operator.resources import RESOURCES
 READ_TIMEOUT_SECONDS = 15.0
 WRITE_TIMEOUT_SECONDS = 8.0
 DRY_RUN_TIMEOUT_SECONDS = 1.25
-"""Of a creation that is tried only: two of them fit into the webhook's deadline of 3 s."""
+"""Of a creation that is tried only: two of them fit into the webhook's deadline of 3 s, a third only after quick ones."""
 PAGE_SIZE = 500
 CONNECTIONS = 32
 """Kept open: workers, the leadership's and the webhook's threads together."""

@@ -27,15 +27,27 @@ class Policies:
     plain: str = ""
     injected: str = ""
     error: Exception | None = None
+    error_of_plain: Exception | None = None
+    frees_quota: bool = False
+    """After one trial everything is let in."""
+    seconds: float = 0.0
+    """How long a trial takes."""
     calls: list[str] = field(default_factory=list)
     now: float = 1000.0
 
     def dry_run(self, pod: Manifest) -> str:
         """The message of a refusal."""
         self.calls.append(pod["metadata"]["namespace"])
+        self.now += self.seconds
         if self.error is not None:
             raise self.error
-        return self.injected if "volumes" in pod["spec"] else self.plain
+        is_plain = "volumes" not in pod["spec"]
+        if is_plain and self.error_of_plain is not None:
+            raise self.error_of_plain
+        answer = self.plain if is_plain else self.injected
+        if self.frees_quota:
+            self.plain = self.injected = ""
+        return answer
 
     def cache(self) -> VerdictCache:
         """A cache over these policies and their clock."""
@@ -66,6 +78,33 @@ def test_what_cannot_be_found_out_is_not_refused_and_asked_again() -> None:
     assert cache.refusal("a", PLAIN, INJECTED) == ""
     policies.error, policies.injected = None, "no hostPath"
     assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
+
+
+def test_a_refusal_counts_where_it_is_not_known_whether_the_pod_as_it_came_is_let_in() -> None:
+    """A missed cache, never a missed engine."""
+    policies = Policies(injected="no hostPath", error_of_plain=TimeoutError("slow"))
+    cache = policies.cache()
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
+    policies.plain, policies.error_of_plain = "no hostPath", None
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, ""), (0.7, ""), (1.2, "exceeded quota")])
+def test_a_refusal_is_tried_once_more_before_it_is_believed_where_time_is_left(seconds: float, expected: str) -> None:
+    """A quota may become free between the two trials."""
+    policies = Policies(injected="exceeded quota", frees_quota=True, seconds=seconds)
+    assert policies.cache().refusal("a", PLAIN, INJECTED) == expected
+
+
+def test_an_expired_refusal_counts_where_nothing_newer_can_be_found_out() -> None:
+    policies = Policies(injected="no hostPath")
+    cache = policies.cache()
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
+    policies.now += VERDICT_SECONDS + 1
+    policies.error = TimeoutError("slow")
+    assert cache.refusal("a", PLAIN, INJECTED) == "no hostPath"
+    policies.error, policies.injected = None, ""
+    assert cache.refusal("a", PLAIN, INJECTED) == ""
 
 
 def test_a_verdict_holds_for_a_while() -> None:
