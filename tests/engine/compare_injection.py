@@ -21,6 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpool_operator.webhook.contract import EVENTS_FLAG, HASH_FLAG, TRANSFER_CONFIG, TRANSFER_FLAG
 from kvpool_operator.webhook.engine_flags import SHORTEST, Flags
+from kvpool_operator.webhook.value_flags import VALUE_FLAGS
 
 SEED = 20261201
 COMMAND_LINES = 500
@@ -130,6 +131,15 @@ def compare_abbreviations(parser: Any) -> int:
     return missed
 
 
+def compare_value_flags(parser: Any) -> int:
+    """How many flags are said to take a value that the parser takes without one."""
+    alone = {name for name, action in parser._option_string_actions.items() if action.nargs in (0, "?", "*")}
+    known = parser._option_string_actions.keys()
+    wrong = (VALUE_FLAGS & alone) | (VALUE_FLAGS - known)
+    print(f"{len(VALUE_FLAGS)} flags with a value, {len(wrong)} different")
+    return len(wrong)
+
+
 def keeps_connector(folder: Path) -> bool:
     """Whether an encoder-decoder model is given our connector, with which vLLM would not start it."""
     WhisperConfig(
@@ -154,4 +164,9 @@ def keeps_connector(folder: Path) -> bool:
 
 if __name__ == "__main__":
     whole = make_arg_parser(FlexibleArgumentParser())
-    sys.exit(compare_command_lines(whole) + compare_abbreviations(whole) + keeps_connector(Path(sys.argv[1])))
+    sys.exit(
+        compare_command_lines(whole)
+        + compare_abbreviations(whole)
+        + compare_value_flags(whole)
+        + keeps_connector(Path(sys.argv[1]))
+    )

@@ -164,6 +164,24 @@ def test_a_named_container_that_would_lose_our_path_is_left_alone(command: tuple
     assert reason(with_annotations(engine_pod(command=command), container="engine")) == reasons.COMMAND_NOT_EXTENSIBLE
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("sh", "-c", "exec /app/serve"), reasons.SHELL_COMMAND),
+        (("/bin/bash", "-o", "pipefail", "-ec", "/app/serve"), reasons.SHELL_COMMAND),
+        (("busybox", "sh", "-c", "/app/serve"), reasons.SHELL_COMMAND),
+        (("tini", "--", "sh", "-c", "/app/serve"), reasons.SHELL_COMMAND),
+        (("nice", "-n", "5", "bash", "-lc", "/app/serve"), reasons.SHELL_COMMAND),
+        (("sh", "/app/serve.sh"), ""),
+        (("/app/serve", "-c", "4"), ""),
+    ],
+)
+def test_a_named_container_whose_shell_would_drop_flags_is_left_alone(command: tuple[str, ...], expected: str) -> None:
+    pod = with_annotations(engine_pod("--model", "m", command=command), container="engine")
+    engine = find_engine(pod)
+    assert (engine.reason if isinstance(engine, Skip) else "") == expected
+
+
 def test_a_named_container_serves_on_its_only_declared_port() -> None:
     pod = engine_pod("x", command=("/app/serve",), ports=[{"containerPort": 7000}])
     assert found(with_annotations(pod, container="engine")).port == 7000

@@ -10,11 +10,12 @@ import pytest
 
 from kvpool_operator.webhook import contract
 from kvpool_operator.webhook import skip_reasons as reasons
+from kvpool_operator.webhook.contract import Manifest
 from kvpool_operator.webhook.engine_checks import ALLOCATOR_VARIABLES
 from kvpool_operator.webhook.inject import AlreadyInjected, Injection, decide, stamp_skip
 from kvpool_operator.webhook.skip_reasons import Skip
 from kvpool_vllm import startup, support
-from tests.harness.engine import EVENTS_CONFIG, EXTRA_CONFIG, TRANSFER_CONFIG
+from tests.harness.engine import API_SERVER, EVENTS_CONFIG, EXTRA_CONFIG, TRANSFER_CONFIG
 from tests.unit.webhook_pods import (
     AROUND,
     GOLDEN,
@@ -163,6 +164,13 @@ def test_the_pod_given_is_not_changed() -> None:
         (("--max-model-len", "8", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
         (("--max-model-len=8", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
         (("--max-model-len=8", "--$(NAME)=x"), reasons.ARGUMENT_UNKNOWN),
+        (("--enforce-eager", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("--no_enable_log_requests", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("-ep", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("--flag-of-tomorrow", "$(EXTRA)"), reasons.ARGUMENT_UNKNOWN),
+        (("--grpc",), reasons.ENGINE_UNSUPPORTED),
+        (("--uds", "/run/vllm.sock"), reasons.ENGINE_UNSUPPORTED),
+        (("--uds=/run/vllm.sock",), reasons.ENGINE_UNSUPPORTED),
     ],
 )
 def test_an_engine_with_its_own_settings_is_left_alone(arguments: tuple[str, ...], expected: str) -> None:
@@ -181,11 +189,31 @@ def test_an_engine_with_its_own_settings_is_left_alone(arguments: tuple[str, ...
         ("--nnodes=2", "-n=1"),
         ("--max-model-len", "$(LENGTH)", "--served-model-name=$(NAME)"),
         ("--served-model-name", "a", "/models/$(NAME)"),
+        ("-tp", "$(RANKS)", "--gpu_memory_utilization", "$(SHARE)", "--hf-token", "$(TOKEN)"),
+        ("--attention-config.backend", "$(BACKEND)"),
+        ("--grpc-port", "50051"),
     ],
 )
 def test_the_last_of_several_counts_and_values_may_come_from_elsewhere(arguments: tuple[str, ...]) -> None:
     assert skip_reason(engine_pod(*arguments)) == ""
     assert skip_reason(engine_pod("$(MODEL)", *arguments, command=("vllm", "serve"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("pod", "expected"),
+    [
+        (engine_pod("$(X)", command=("python3", "-m", "vllm.entrypoints.openai.api_server")), reasons.ARGUMENT_UNKNOWN),
+        (engine_pod("$(X)", command=("python3", "-c", API_SERVER)), reasons.ARGUMENT_UNKNOWN),
+        (engine_pod("--model", "$(X)", command=("python3", "-m", "vllm.entrypoints.openai.api_server")), ""),
+        (engine_pod("$(X)", command=("python3", "-m", "vllm.entrypoints.cli.main", "serve")), ""),
+        (engine_pod("$(X)", command=(), image="vllm/vllm-openai:v0.32.0"), ""),
+        (engine_pod("$(X)", "$(Y)", command=(), image="vllm/vllm-openai:v0.32.0"), reasons.ARGUMENT_UNKNOWN),
+    ],
+)
+def test_a_first_argument_from_elsewhere_is_the_model_only_where_the_server_takes_one(
+    pod: Manifest, expected: str
+) -> None:
+    assert skip_reason(pod) == expected
 
 
 def test_flags_in_a_variable_of_the_pod_are_seen() -> None:

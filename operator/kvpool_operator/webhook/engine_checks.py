@@ -111,6 +111,8 @@ def check_supported(engine: Engine) -> Skip | None:
         (flags.number("--nnodes", "-n", default=1) != 1, "several nodes for one engine"),
         (flags.has("--headless"), "a headless engine"),
         (flags.has("--omni"), "vLLM-Omni"),
+        (flags.has("--grpc"), "an engine that serves gRPC, where routers speak HTTP,"),
+        (flags.has("--uds"), "an engine that serves on a Unix socket, which routers cannot reach,"),
         (flags.is_on("--use-replayssm", "--no-use-replayssm") is True, "--use-replayssm"),
         (any(_REFUSING_BACKEND.search(token) for token in flags.tokens), "attention backend ROCM_ATTN"),
         (has_expandable_segments(known_values(engine.container)), "expandable_segments in PyTorch's ALLOC_CONF"),

@@ -35,6 +35,7 @@ SERVER_IMAGES = frozenset(
 """Last part of the names of images whose entry point is the server, so that args alone are its flags."""
 HUGGINGFACE = "huggingfaceserver"
 
+_SHELL_TEXT = re.compile(r"-[A-Za-z]*c[A-Za-z]*")
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _SERVER_CODE = re.compile(r"from vllm\.entrypoints\.[\w.]*api_server[\w.]* import main\s*[;\n]\s*main\(\)\s*")
 _PLAIN_PYTHON_OPTION = re.compile(r"-[uBOqb]+")
@@ -120,7 +121,19 @@ def _trusted(name: str, tokens: Sequence[str]) -> Flags | Skip:
             COMMAND_NOT_EXTENSIBLE,
             f"container {name} starts its program with an environment of its own: set variables in the pod's env",
         )
+    if _is_given_shell_text(tokens):
+        return Skip(
+            SHELL_COMMAND,
+            f"container {name} starts its program by a shell's -c, which does not hand flags on that are appended: "
+            "write the command as a list",
+        )
     return Flags(tuple(tokens))
+
+
+def _is_given_shell_text(tokens: Sequence[str]) -> bool:
+    """Whether there is a shell with -c, also behind a program that starts it: appended arguments are the text's, and dropped."""
+    shell = next((index for index, token in enumerate(tokens) if _program((token,)) in SHELLS), len(tokens))
+    return any(_SHELL_TEXT.fullmatch(token) for token in tokens[shell + 1 :])
 
 
 def _of_image(name: str, image: str, arguments: Sequence[str]) -> Flags | Skip:
@@ -129,7 +142,8 @@ def _of_image(name: str, image: str, arguments: Sequence[str]) -> Flags | Skip:
         return _huggingface(name)
     if repository not in SERVER_IMAGES:
         return _NOT_AN_ENGINE
-    return _trusted(name, arguments)
+    flags = _trusted(name, arguments)
+    return flags if isinstance(flags, Skip) else Flags(flags.tokens, takes_model_first=True)
 
 
 def _huggingface(name: str) -> Skip:
@@ -175,7 +189,7 @@ def _of_command(name: str, tokens: tuple[str, ...], *, is_named: bool) -> Flags 
 
 
 def _of_cli(tokens: tuple[str, ...]) -> Flags | Skip:
-    return Flags(tokens[1:]) if tokens[:1] == ("serve",) else _NOT_AN_ENGINE
+    return Flags(tokens[1:], takes_model_first=True) if tokens[:1] == ("serve",) else _NOT_AN_ENGINE
 
 
 def _of_python(name: str, tokens: tuple[str, ...], *, is_named: bool) -> Flags | Skip:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool_operator.webhook.environment import is_resolved
+from kvpool_operator.webhook.value_flags import OPTIONAL_VALUE_FLAGS, VALUE_FLAGS
+
+MODEL_FLAG: Final = "--model"
 
 SHORTEST: Final[Mapping[str, str]] = {
     "--kv-transfer-config": "--kv-t",
@@ -30,6 +33,7 @@ SHORTEST: Final[Mapping[str, str]] = {
     "--use-replayssm": "--use-r",
     "--no-use-replayssm": "--no-use-r",
     "--port": "--po",
+    "--uds": "--ud",
 }
 """The shortest abbreviations that argparse may take for these flags of vLLM 0.32; ambiguous ones it refuses itself."""
 
@@ -50,6 +54,8 @@ class Flags:
     """The arguments of an engine."""
 
     tokens: tuple[str, ...]
+    takes_model_first: bool = False
+    """Whether a first argument that is no flag is the model, as of `vllm serve`."""
 
     def find(self, *flags: str) -> Iterator[Occurrence]:
         """Occurrences of several flags in order."""
@@ -92,16 +98,20 @@ class Flags:
         return bool(occurrences) and _json_object(occurrences[-1].value).get(key) is True
 
     def unknown(self) -> str:
-        """An argument that may be any flag, since it comes from outside of the pod; "" when there is none.
-
-        The first argument is the model, and what follows a flag is its value.
-        """
-        for former, token in zip(self.tokens, self.tokens[1:], strict=False):
+        """An argument that may be any flag, since it comes from outside of the pod; "" when there is none."""
+        before_first = MODEL_FLAG if self.takes_model_first else ""
+        for former, token in zip((before_first, *self.tokens), self.tokens, strict=False):
             name = token.partition("=")[0]
-            is_value = former.startswith("-") and "=" not in former
-            if name.startswith(("$(", "-")) and not is_resolved(name) and not is_value:
+            if name.startswith(("$(", "-")) and not is_resolved(name) and not _awaits_value(former):
                 return token
         return ""
+
+
+def _awaits_value(token: str) -> bool:
+    """Whether the next argument is this one's value. `--flag.key` always has one; of an abbreviation it is not known."""
+    name, _, key = token.partition(".")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return "=" not in token and name in (VALUE_FLAGS if key else VALUE_FLAGS | OPTIONAL_VALUE_FLAGS)
 
 
 def _split(token: str) -> tuple[str, str, str]:
