@@ -38,12 +38,23 @@ def run(own_file: str) -> None:
 
 def _fit_flags(arguments: list[str]) -> None:
     injected = injected_arguments(arguments)
-    if not injected:
-        return
+    if not injected or not (_has_vllm() or _runs_vllm(arguments)):
+        return  # a launcher's interpreter: that of the engine which it starts looks for itself
     problem = find_problem(installed_vllm(), sys.version_info[:2]) or _missing_library() or _unfit_allocator()
     if problem:
         _say(f"{problem}: starting without the cache")
         del arguments[injected.start : injected.stop]
+
+
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _runs_vllm(arguments: list[str]) -> bool:
+    """Whether the program is vLLM though it is not found yet: `-m` looks in the working folder, which comes on the path later."""
+    whole: list[str] = getattr(sys, "orig_argv", [])
+    own = whole[1 : len(whole) - len(arguments) + 1]
+    return arguments[0] in ("-m", "-c") and any(re.search(r"\bvllm\b", each) for each in own)
 
 
 def _missing_library() -> str:

@@ -247,6 +247,42 @@ def test_a_vllm_without_a_version_starts_too(connector: Path, tmp_path: Path) ->
     assert "unknown version" in log
 
 
+SHOW_ARGUMENTS = "import json, sys; print(json.dumps(sys.argv[1:]))"
+
+
+def run_with_flags(connector: Path, folder: Path, *interpreter: str) -> tuple[list[str], str]:
+    """Arguments of a program that is given ours, run in a folder by an interpreter without vLLM, and its log."""
+    done = subprocess.run(
+        [sys.executable, *interpreter, "serve", *INJECTED],
+        env={**os.environ, "PYTHONPATH": str(connector)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen: list[str] = json.loads(done.stdout)
+    return seen, done.stderr
+
+
+@pytest.mark.parametrize("interpreter", [("-u", "launcher.py"), ("-m", "launcher"), ("-c", SHOW_ARGUMENTS)])
+def test_a_launcher_without_vllm_hands_our_flags_on(
+    connector: Path, tmp_path: Path, interpreter: tuple[str, ...]
+) -> None:
+    """It starts vLLM from another venv, whose interpreter finds out for itself."""
+    (tmp_path / "launcher.py").write_text(SHOW_ARGUMENTS)
+    assert run_with_flags(connector, tmp_path, *interpreter) == (["serve", *INJECTED], "")
+
+
+def test_a_vllm_of_the_working_folder_which_is_not_found_yet_starts_without_our_flags(
+    connector: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "server.py").write_text(SHOW_ARGUMENTS)
+    seen, log = run_with_flags(connector, tmp_path, "-um", "vllm.server")
+    assert seen == ["serve"]
+    assert "unknown version" in log
+
+
 @pytest.mark.parametrize("interface", ["as it is", "of tomorrow", "none"])
 def test_a_supported_version_that_is_not_as_expected_gets_an_inert_connector(
     connector: Path, tmp_path: Path, interface: str
