@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool_operator import names, projections
 from kvpool_operator.kube import Kube, Raw
@@ -110,26 +110,26 @@ class Directory:
     def _view(
         self, pool: Pool, namespaces: tuple[Namespace, ...], agents: list[Pod], nodes: tuple[NodeView, ...]
     ) -> PoolView:
-        image = agent.image(pool, self._settings)
         agents = [pod for pod in agents if is_of_workload(pod, pool)]
-        ready = [pod for pod in agents if pod.is_ready and not pod.is_terminating and _runs(pod, image)]
         lacking = {pod.node for pod in agents if _lacks(pod)}
         allowed = allowed_namespaces(pool, namespaces)
-        return PoolView(
+        target = agent.image(pool, self._settings)
+        view = PoolView(
             namespace=pool.namespace,
             name=pool.name,
-            image=image,
+            image=target,
             socket_folder=names.host_folder(pool),
             capacity_bytes=pool.capacity_bytes,
-            ready_agents=len(ready),
+            ready_agents=0,
             is_deleting=bool(pool.deletion_timestamp),
             allowed_namespaces=None if allowed == EVERYWHERE else frozenset(allowed),
             image_pull_policy=pool.agent.image_pull_policy,
             image_pull_secrets=pool.agent.image_pull_secrets,
             nodes_without_image=tuple(node for node in nodes if node.name in lacking),
-            nodes_with_image=frozenset(pod.node for pod in agents if _runs(pod, image) and _has_run(pod)),
             nodes=nodes,
         )
+        former = tuple(_with_image(view, image, agents) for image in _former_images(target, agents))
+        return replace(_with_image(view, target, agents), former_images=former)
 
     def _bounded_namespaces(self) -> frozenset[str]:
         quotas = {raw["metadata"]["namespace"] for raw in self._kube.list_all("ResourceQuota") if _bounds_quota(raw)}
@@ -142,6 +142,36 @@ def _parsed(raw: Raw) -> Pool | None:
         return parse_pool(raw)
     except PoolError:
         return None  # its status says so
+
+
+def _with_image(view: PoolView, image: str, agents: list[Pod]) -> PoolView:
+    """With what the agents show of the image."""
+    running = [pod for pod in agents if _runs(pod, image)]
+    return replace(
+        view,
+        image=image,
+        ready_agents=sum(_is_serving(pod) for pod in running),
+        nodes_with_image=frozenset(pod.node for pod in running if _has_run(pod)),
+    )
+
+
+def _former_images(target: str, agents: list[Pod]) -> list[str]:
+    """Other images that Ready agents run, the most frequent first: while a pool waits for its turn to roll, or is paused.
+
+    Only of the target's repository: an image runs in engines' pods of other namespaces, and whoever may make pods in the pool's
+    can make one that looks like an agent.
+    """
+    found = Counter(image for pod in agents if _is_serving(pod) for image in sorted(pod.images))
+    return [image for image, _ in found.most_common() if image != target and _repository(image) == _repository(target)]
+
+
+def _repository(image: str) -> str:
+    folder, slash, last = image.partition("@")[0].rpartition("/")
+    return f"{folder}{slash}{last.partition(':')[0]}"
+
+
+def _is_serving(pod: Pod) -> bool:
+    return pod.is_ready and not pod.is_terminating
 
 
 def _runs(pod: Pod, image: str) -> bool:

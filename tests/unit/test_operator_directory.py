@@ -73,6 +73,28 @@ def test_an_agent_that_restarts_has_shown_that_its_node_has_the_image() -> None:
     assert view.ready_agents == 0
 
 
+FORMER = SETTINGS.image + "-former"
+
+
+def test_images_of_a_pool_that_is_not_rolled_yet_are_those_that_its_ready_agents_run() -> None:
+    view = view_of(
+        agent_pod("a", READY, FORMER),
+        agent_pod("b", READY, FORMER),
+        agent_pod("c", RAN, FORMER),
+        agent_pod("d", READY, FORMER, namespace="attacker"),
+    )
+    assert (view.image, view.ready_agents) == (SETTINGS.image, 0)
+    [former] = view.former_images
+    assert (former.image, former.ready_agents, former.nodes_with_image) == (FORMER, 2, frozenset("abc"))
+    assert (former.namespace, former.name, former.nodes) == (view.namespace, view.name, view.nodes)
+
+
+@pytest.mark.parametrize("image", ["elsewhere.example.com/kvpool:1", SETTINGS.image.partition(":")[0] + "x:1"])
+def test_an_image_of_another_repository_is_not_taken_from_what_looks_like_an_agent(image: str) -> None:
+    """Whoever may make pods in the pool's namespace could have it run in others."""
+    assert view_of(agent_pod("a", READY), agent_pod("b", READY, image)).former_images == ()
+
+
 def test_every_node_is_known_with_its_memory() -> None:
     assert view_of().nodes == tuple(
         NodeView(name, allocatable=frozenset({"memory"}), memory_bytes=1 << 30) for name in "abcd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvpool_operator.webhook.placement import may_land, may_land_now
 from kvpool_operator.webhook.pool_reference import pool_reference
 from kvpool_operator.webhook.skip_reasons import Skip
 from kvpool_operator.webhook.views import NamespaceFacts, NodeView, Taint
-from tests.unit.webhook_pods import around, engine, engine_pod, pool_with, recorded, skip_reason
+from tests.unit.webhook_pods import POOL, around, engine, engine_pod, injected, pool_with, recorded, skip_reason
 
 
 def pod_with(**spec: Any) -> Manifest:
@@ -195,6 +196,18 @@ def test_mounts_that_would_hide_ours_or_keep_them_from_being_made(path: str, exp
 
 def test_no_ready_agent_runs_the_image() -> None:
     assert skip_reason(engine_pod(), pool_with(ready_agents=0)) == reasons.NO_READY_AGENT
+
+
+def test_an_engine_is_injected_with_the_image_that_ready_agents_run_while_the_pool_is_not_rolled_yet() -> None:
+    former = replace(POOL, image="registry.example.com/kvpool:0.9", nodes_with_image=frozenset({"large"}))
+    targets: tuple[dict[str, Any], ...] = ({"ready_agents": 0}, {"image_pull_policy": "Never"})
+    for target in targets:
+        pool = pool_with(**target, former_images=(former,))
+        assert injected(engine_pod(), pool)["spec"]["initContainers"][-1]["image"] == former.image
+    rolled = pool_with(former_images=(former,))
+    assert injected(engine_pod(), rolled)["spec"]["initContainers"][-1]["image"] == POOL.image
+    missing = replace(former, image_pull_policy="Never", nodes_with_image=frozenset())
+    assert skip_reason(engine_pod(), pool_with(ready_agents=0, former_images=(missing,))) == reasons.NO_READY_AGENT
 
 
 def test_a_pull_secret_is_needed_in_another_namespace() -> None:

@@ -30,12 +30,12 @@ from kvpool_operator.webhook.pieces import (
 )
 from kvpool_operator.webhook.skip_reasons import Skip
 from kvpool_operator.webhook.step_aside import (
-    check_image,
     check_kind,
     check_labels,
     check_names,
     check_namespace,
     check_pool,
+    choose_image,
 )
 from kvpool_operator.webhook.views import NamespaceFacts, PoolView
 
@@ -78,14 +78,13 @@ def decide(pod: Manifest, around: Surroundings) -> Injection | Skip | AlreadyInj
     engine = _checked_engine(pod)
     if isinstance(engine, Skip):
         return engine
-    skip = (
-        check_names(pod, engine.container)
-        or check_labels(pod, around.pool)
-        or check_image(pod, around.pool, around.namespace)
-    )
+    skip = check_names(pod, engine.container) or check_labels(pod, around.pool)
     if skip:
         return skip
-    return Injection(injected(pod, engine, around.pool, around.facts), around.reference)
+    pool = choose_image(pod, around.pool, around.namespace)
+    if isinstance(pool, Skip):
+        return pool
+    return Injection(injected(pod, engine, pool, around.facts), around.reference)
 
 
 def is_injected(pod: Manifest) -> bool:

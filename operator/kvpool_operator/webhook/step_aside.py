@@ -75,11 +75,21 @@ def check_pool(pool: PoolView | None, reference: tuple[str, str], namespace: str
     return None
 
 
+def choose_image(pod: Manifest, pool: PoolView, namespace: str) -> PoolView | Skip:
+    """The pool with the first image that can be had wherever the pod may land: engine and agent may be one release apart."""
+    skip = check_image(pod, pool, namespace)
+    if skip is None:
+        return pool
+    return next((each for each in pool.former_images if check_image(pod, each, namespace) is None), skip)
+
+
 def check_image(pod: Manifest, pool: PoolView, namespace: str) -> Skip | None:
     """The init container's image can be had wherever the pod may land; else the pod would wait for it for ever."""
     if pool.ready_agents == 0:
         return Skip(
-            NO_READY_AGENT, f"no agent of KVCachePool {pool.namespace}/{pool.name} is Ready with image {pool.image}"
+            NO_READY_AGENT,
+            f"no agent of KVCachePool {pool.namespace}/{pool.name} is Ready with image {pool.image}: "
+            "look at the pool's conditions, and make the pod again once agents are Ready with it",
         )
     without = next((node.name for node in pool.nodes_without_image if may_land(pod, node)), None)
     if without is not None:

@@ -36,7 +36,7 @@ class PoolView:
     namespace: str
     name: str
     image: str
-    """Image of the init container: the one that the pool's agents run."""
+    """Image of the init container: the one that the pool's agents run, or are to run."""
     socket_folder: str
     """Folder on the host that agent and engines share."""
     capacity_bytes: int
@@ -54,6 +54,8 @@ class PoolView:
     """Names of the nodes on which an agent runs or ran with `image`."""
     nodes: tuple[NodeView, ...] = ()
     """Every node of the cluster."""
+    former_images: tuple[PoolView, ...] = ()
+    """The same pool with other images that Ready agents run, where its agents are not rolled yet."""
 
 
 @dataclass(frozen=True, slots=True)
