@@ -14,7 +14,7 @@ from typing import Any
 from kvpool_operator import names, reasons
 from kvpool_operator.foreign_fields import claimed_fields
 from kvpool_operator.kube import Kube
-from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
+from kvpool_operator.kube_errors import REFUSALS, AdmissionDownError, ConflictError, InvalidError, KubeError, NotFoundError
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Refusal
 from kvpool_operator.ownership import Claim, claim, fingerprint, identity, is_made_for, title
@@ -56,9 +56,8 @@ class Applier:
                 self._apply_as_it_is(pool, manifest, outcome)
             except NotFoundError as error:
                 outcome.refusals.append(Refusal(reason=reasons.APPLY_REFUSED, message=str(error)))
-            except (ConflictError, ForbiddenError, InvalidError) as error:
-                message = f"{title(manifest)} is refused: allow what the API server names: {error}"
-                outcome.refusals.append(Refusal(reason=reasons.APPLY_REFUSED, message=message))
+            except (ConflictError, *REFUSALS) as error:
+                outcome.refusals.append(_refused(manifest, error))
         self._prune(pool, wanted.keys(), outcome)
         return outcome
 
@@ -160,6 +159,13 @@ class Applier:
         )
         self._kube.delete(kind, namespace or None, name, uid=raw["metadata"]["uid"])
         self._written.pop(key, None)
+
+
+def _refused(manifest: Manifest, error: KubeError) -> Refusal:
+    remedy = "allow what the API server names"
+    if isinstance(error, AdmissionDownError):
+        remedy = "an admission webhook that must be asked does not answer: bring it back, or let it fail open"
+    return Refusal(reason=reasons.APPLY_REFUSED, message=f"{title(manifest)} is refused: {remedy}: {error}")
 
 
 def _conflict(manifest: Manifest) -> Refusal:

@@ -70,7 +70,8 @@ def next_step(scene: Scene) -> Step:
         why = "its namespace is being deleted, so no Job can be made there"
         return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, why))
     if scene.removing_seconds > GIVE_UP_SECONDS:
-        return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, "purging took too long"))
+        why = f"purging took too long: {scene.job_message}" if scene.job_message else "purging took too long"
+        return Step(Act.FINISH, reasons.KEYS_LEFT, left(scene.key_prefix, why))
     if scene.has_daemon_set or (scene.agents and scene.removing_seconds < AGENTS_SECONDS):
         return Step(Act.REMOVE_AGENTS)
     if scene.job is None:

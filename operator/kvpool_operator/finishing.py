@@ -12,7 +12,7 @@ from datetime import datetime
 from kvpool_operator import deletion, gathering, names, projections, reasons
 from kvpool_operator.deletion import Act, Scene
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
+from kvpool_operator.kube_errors import REFUSALS, AdmissionDownError, ConflictError, ForbiddenError, InvalidError, NotFoundError
 from kvpool_operator.ownership import Claim, claim
 from kvpool_operator.plan.purge import build_purge_job
 from kvpool_operator.pool import Pool, PoolError
@@ -33,6 +33,8 @@ class Finisher:
         self._story = story
         self._began: dict[str, datetime] = {}
         """By pool uid: when this operator first saw that it goes."""
+        self._waits_for: dict[str, str] = {}
+        """By pool uid: why its purge Job cannot be made for now."""
 
     def keep_finalizer(self, pool: Pool, raw: Raw) -> None:
         """A living pool has the finalizer exactly when its keys must be purged."""
@@ -46,7 +48,7 @@ class Finisher:
         removing_seconds = (now - self._began.setdefault(pool.uid, now)).total_seconds()
         try:
             return self._step(pool, raw, removing_seconds)
-        except (ForbiddenError, InvalidError) as error:
+        except REFUSALS as error:
             if removing_seconds <= deletion.GIVE_UP_SECONDS:
                 raise
             return self._leave_keys(pool, raw, f"the API server refuses what purging needs: {error}")
@@ -54,6 +56,7 @@ class Finisher:
     def forget(self, uid: str) -> None:
         """A pool is gone."""
         self._began.pop(uid, None)
+        self._waits_for.pop(uid, None)
 
     def _step(self, pool: Pool, raw: Raw, removing_seconds: float) -> float | None:
         namespace = self._kube.get("Namespace", None, pool.namespace)
@@ -104,7 +107,7 @@ class Finisher:
             agents=tuple(pod for pod in pods if pod.component == names.AGENT),
             job=job,
             is_job_ours=job is not None and claim(job["metadata"], pool) is Claim.OURS,
-            job_message=deletion.job_message(pods) or self._refusal(pool, job),
+            job_message=deletion.job_message(pods) or self._refusal(pool, job) or self._waits_for.get(pool.uid, ""),
             key_prefix=names.key_prefix(pool),
         )
         return scene, daemon_set, job
@@ -134,8 +137,12 @@ class Finisher:
             self._kube.create(job)
         except ConflictError:
             return POLL_SECONDS
+        except AdmissionDownError as error:
+            self._waits_for[pool.uid] = f"the purge Job cannot be made: {error}"
+            return POLL_SECONDS
         except (ForbiddenError, InvalidError) as error:
             return self._leave_keys(pool, raw, f"the purge Job is refused: {error}")
+        self._waits_for.pop(pool.uid, None)
         return POLL_SECONDS
 
     def _finish(self, pool: Pool, raw: Raw, job: Raw | None) -> float | None:

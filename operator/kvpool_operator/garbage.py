@@ -10,7 +10,7 @@ import logging
 
 from kvpool_operator import names
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
+from kvpool_operator.kube_errors import REFUSALS, ConflictError, ForbiddenError, NotFoundError
 
 log = logging.getLogger("kvpool.operator.garbage")
 
@@ -37,7 +37,7 @@ class Collector:
         what = {"kind": raw["kind"], "namespace": meta.get("namespace"), "name": meta["name"]}
         try:
             self._kube.delete(raw["kind"], meta.get("namespace"), meta["name"], uid=meta["uid"])
-        except (ForbiddenError, InvalidError, ConflictError) as error:
+        except (ConflictError, *REFUSALS) as error:
             self._say(f"cannot remove what a dead pool left: allow it, or remove it by hand: {error}", what)
             return False
         log.info("removed what a dead pool left", extra={"data": what})

@@ -19,7 +19,7 @@ from kvpool_operator.finishing import Finisher
 from kvpool_operator.former_tier import keys_left
 from kvpool_operator.garbage import Collector
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import ConflictError, ForbiddenError, InvalidError, KubeError, NotFoundError
+from kvpool_operator.kube_errors import REFUSALS, ConflictError, ForbiddenError, InvalidError, KubeError, NotFoundError
 from kvpool_operator.moments import rfc3339, seconds_since
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Namespace, Node, Observed, Pod, Refusal, Rollout, ValkeyHealth, Workload
@@ -158,7 +158,7 @@ class Reconciler:
             self._tell_keys_left(pool)
             self._finisher.keep_finalizer(pool, raw)
             return self._reconcile_living(pool, now)
-        except (ForbiddenError, InvalidError) as error:
+        except REFUSALS as error:
             self._roller.leave(uid)
             self._hold_up(pool, error, now)
             raise

@@ -114,6 +114,25 @@ def test_failing_purge_is_told_and_ends_all_the_same(api: FakeApiServer) -> None
     assert "kvpool:inference/chat:" in told[0]
 
 
+def test_purge_whose_job_waits_for_an_admission_webhook_goes_on_with_it_and_else_says_so(api: FakeApiServer) -> None:
+    operating = ending(api)
+
+    def refuse(_method: str, kind: str, _name: str) -> None:
+        if kind == "Job":
+            raise Refusal(500, "Internal error occurred: failed calling webhook x: connection refused")
+
+    api.on_write = refuse
+    for _ in range(3):
+        operating.reconcile(KEY)
+    assert api.names("KVCachePool") == ["chat"], "the webhook may come back"
+    cast(Movable, operating._clock).now += timedelta(seconds=101)
+    operating.reconcile(KEY)
+
+    assert api.names("KVCachePool") == []
+    told = [one["message"] for key, one in api.objects.items() if key[0] == "Event" and one["reason"] == "KeysLeft"]
+    assert "failed calling webhook x" in told[0]
+
+
 @pytest.mark.parametrize(
     "hindrance", ["job refused", "too late", "agents cannot be deleted", "pods cannot be read", "namespace going"]
 )

@@ -193,6 +193,41 @@ def test_nodes_that_cannot_be_read_are_told_and_keep_nothing_else_back(
     assert reasons.REQUEST_REFUSED in {one["reason"] for one in told}
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (500, 'Internal error occurred: failed calling webhook "x.example": connection refused'),
+        (500, "admission webhook x denied the request: no"),
+        (429, "admission webhook x denied the request: not now"),
+        (404, "admission webhook x denied the request: no"),
+        (422, "ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no"),
+    ],
+)
+def test_what_admission_keeps_from_being_written_is_told_and_keeps_nothing_else_back(
+    api: FakeApiServer, code: int, message: str
+) -> None:
+    operating = settled(api)
+    config = api.find("ConfigMap", "chat-agent")
+    assert config is not None
+    api.put({**config, "data": {}})
+    api.remove("Service", "chat-router")
+
+    def refuse(method: str, kind: str, _name: str) -> None:
+        if kind == "ConfigMap" and method != "DELETE":
+            raise Refusal(code, message)
+
+    api.on_write = refuse
+    operating.reconcile(KEY)
+
+    accepted = condition(api, reasons.SPEC_ACCEPTED)
+    assert (accepted["status"], accepted["reason"]) == ("False", reasons.APPLY_REFUSED)
+    assert "ConfigMap inference/chat-agent" in accepted["message"]
+    assert message in accepted["message"]
+    assert condition(api, reasons.READY)["status"] == "False"
+    assert api.find("Service", "chat-router") is not None
+    assert api.find("ConfigMap", "chat-agent") is not None, "what cannot be made anew is not deleted"
+
+
 @pytest.mark.parametrize("kind", ["Namespace", "Pod", "Event"])
 def test_request_without_which_nothing_can_be_done_is_told_and_tried_again(api: FakeApiServer, kind: str) -> None:
     operating = settled(api)
