@@ -14,7 +14,14 @@ from typing import Any
 from kvpool_operator import names, reasons
 from kvpool_operator.foreign_fields import claimed_fields
 from kvpool_operator.kube import Kube
-from kvpool_operator.kube_errors import REFUSALS, AdmissionDownError, ConflictError, InvalidError, KubeError, NotFoundError
+from kvpool_operator.kube_errors import (
+    REFUSALS,
+    AdmissionDownError,
+    ConflictError,
+    InvalidError,
+    KubeError,
+    NotFoundError,
+)
 from kvpool_operator.names import Manifest
 from kvpool_operator.observed import Refusal
 from kvpool_operator.ownership import Claim, claim, fingerprint, identity, is_made_for, title

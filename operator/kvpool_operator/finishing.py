@@ -12,7 +12,14 @@ from datetime import datetime
 from kvpool_operator import deletion, gathering, names, projections, reasons
 from kvpool_operator.deletion import Act, Scene
 from kvpool_operator.kube import Kube, Raw
-from kvpool_operator.kube_errors import REFUSALS, AdmissionDownError, ConflictError, ForbiddenError, InvalidError, NotFoundError
+from kvpool_operator.kube_errors import (
+    REFUSALS,
+    AdmissionDownError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+)
 from kvpool_operator.ownership import Claim, claim
 from kvpool_operator.plan.purge import build_purge_job
 from kvpool_operator.pool import Pool, PoolError

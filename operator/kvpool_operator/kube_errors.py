@@ -3,7 +3,7 @@
 KubeError
 ├── NotFoundError       404: the object or its kind is not there
 ├── ConflictError       409: somebody else owns a field, changed the object first, or made another of that name
-├── ForbiddenError      403: RBAC, a quota, a namespace that is being deleted; or whatever code an admission webhook or policy denies with
+├── ForbiddenError      403: RBAC, a quota, a namespace that is being deleted; any code: denied by admission
 ├── InvalidError        400, 413, 422: the API server does not take the object
 ├── UnavailableError    timeouts, broken connections, 429 and 5xx: try again
 │   └── AdmissionDownError  the API server is there, an admission webhook that it must ask is not: this object cannot be written

@@ -49,6 +49,7 @@ NO_NODE_MATCHES: Final = "NoNodeMatches"
 CAPACITY_EXCEEDS_NODE: Final = "CapacityExceedsNode"
 ARENA_PENDING: Final = "ArenaPending"
 AGENT_NOT_READY: Final = "AgentNotReady"
+AGENTS_SILENT: Final = "AgentsSilent"
 
 # --- Valkey -----------------------------------------------------------------------------------------------------------
 CLUSTER_FORMING: Final = "ClusterForming"  # these nine are given by kvpool_operator.valkey

@@ -272,6 +272,96 @@ def test_right_that_valkeys_user_lacks_is_named_with_all_that_it_needs(state: st
         assert EXTERNAL_RIGHTS in (ROOT / page).read_text()
 
 
+SHARDS = Workload(kind="StatefulSet", name="chat-valkey", uid="s", desired=3, existing=3, ready=3, updated=3)
+HEALTHY = ValkeyHealth(shards=3, ready=3, slots_covered=16384, replicas=3)
+
+
+@pytest.mark.parametrize(
+    ("state", "detail", "reason", "remedy"),
+    [
+        ("unreachable", "timed out", reasons.VALKEY_UNREACHABLE, "port 6379"),
+        ("degraded", "1 of 3 shards", reasons.VALKEY_DEGRADED, "port 6379"),
+        ("unauthenticated", "", reasons.VALKEY_PASSWORD_WRONG, "delete the pods of the shards"),
+        ("unreachable", "forbidden: lacks +set", reasons.VALKEY_FORBIDDEN, "delete their pods one by one"),
+    ],
+)
+def test_remedy_for_a_managed_valkey_names_nothing_of_an_external_one(
+    state: str, detail: str, reason: str, remedy: str
+) -> None:
+    stats = {"a": AgentStats(is_ready=True, valkey_state=state, valkey_detail=detail)}
+    observed = seen(stats=stats, valkey=HEALTHY, workloads=(daemon_set(), ROUTERS, SHARDS))
+
+    tier = found(observed, reasons.VALKEY_AVAILABLE, valkey=MANAGED)
+
+    assert (tier["status"], tier["reason"]) == ("False", reason)
+    assert remedy in tier["message"]
+    for foreign in ("external", "authSecretRef", "@read"):
+        assert foreign not in tier["message"]
+
+
+@pytest.mark.parametrize("valkey", [None, EXTERNAL, MANAGED])
+def test_agents_that_the_operator_cannot_ask_are_named(valkey: dict[str, Any] | None) -> None:
+    stats = {"a": AgentStats(error="TimeoutError: timed out")}
+    observed = seen(stats=stats, valkey=HEALTHY, workloads=(daemon_set(), ROUTERS, SHARDS))
+    spec = {} if valkey is None else {"valkey": valkey}
+
+    available = found(observed, reasons.AGENTS_AVAILABLE, **spec)
+
+    assert available["status"] == "True"
+    for word in ("8081", "NetworkPolic", "timed out"):
+        assert word in available["message"]
+    if valkey is EXTERNAL:
+        tier = found(observed, reasons.VALKEY_AVAILABLE, **spec)
+        assert (tier["status"], tier["reason"]) == ("Unknown", reasons.AGENTS_SILENT)
+        assert "8081" in tier["message"]
+
+
+UNPULLABLE = agent_pod(
+    uid="b", node="node-2", containers=(Container(name="agent", image="kv:9", waiting_reason="ErrImagePull"),)
+)
+ROLLING = Rollout(reason=reasons.ROLLING_OUT, message="1 of 2 agents run what the spec says: waiting for x")
+
+
+def test_new_agent_that_cannot_start_is_named_at_once_in_a_rollout() -> None:
+    observed = seen(
+        pods=(agent_pod(ready=True), UNPULLABLE),
+        workloads=(daemon_set(desired=2, existing=2), ROUTERS),
+        rollout=ROLLING,
+    )
+
+    for kind in (reasons.AGENTS_AVAILABLE, reasons.ROLLOUT_COMPLETE):
+        said = found(observed, kind)
+        assert (said["status"], said["reason"]) == ("False", reasons.IMAGE_PULL_FAILED)
+        assert "correct its name" in said["message"]
+    assert found(observed, reasons.READY)["status"] == "False"
+
+
+def test_new_agent_that_starts_is_part_of_a_rollout() -> None:
+    pods = (agent_pod(ready=True), agent_pod(uid="b", node="node-2"))
+    observed = seen(pods=pods, workloads=(daemon_set(desired=2, existing=2), ROUTERS), rollout=ROLLING)
+
+    available = found(observed, reasons.AGENTS_AVAILABLE)
+    assert (available["status"], available["reason"]) == ("True", reasons.ROLLING_OUT)
+    assert found(observed, reasons.ROLLOUT_COMPLETE)["reason"] == reasons.ROLLING_OUT
+
+
+def test_pool_without_a_serving_agent_is_never_ready() -> None:
+    observed = seen(pods=(agent_pod(),), rollout=ROLLING)
+
+    assert found(observed, reasons.AGENTS_AVAILABLE)["status"] == "False"
+    assert found(observed, reasons.READY)["status"] == "False"
+
+
+def test_agent_of_a_node_that_is_away_is_desired_though_the_daemon_set_does_not_count_it() -> None:
+    nodes = (NODE, Node(name="node-2", is_ready=False))
+    pods = (agent_pod(ready=True), agent_pod(uid="b", node="node-2"))
+
+    available = found(seen(nodes=nodes, pods=pods), reasons.AGENTS_AVAILABLE)
+
+    assert (available["status"], available["reason"]) == ("False", reasons.NODE_NOT_READY)
+    assert available["message"].startswith("1 of 2 agents are ready: node node-2")
+
+
 def test_lost_shard_is_named_and_ready_ends() -> None:
     health = ValkeyHealth(
         shards=3, ready=2, slots_covered=10922, replicas=3, waiting=(("ShardMissing", "chat-valkey-1"),)

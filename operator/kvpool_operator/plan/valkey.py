@@ -11,6 +11,7 @@ from kvpool_operator.names import Manifest
 from kvpool_operator.plan import pods
 from kvpool_operator.pool import ManagedValkey, Pool
 from kvpool_operator.settings import Settings
+from kvpool_operator.valkey.acl import acl_rules
 from kvpool_operator.valkey.config import BUS_PORT, CONFIG_FOLDER, DATA_FOLDER, PORT, SECRET_FOLDER, valkey_conf
 
 CPU_REQUEST = "100m"
@@ -80,7 +81,7 @@ def build_stateful_set(pool: Pool, settings: Settings, *, replicas: int) -> Mani
             "ordinals": {"start": 0},
             "revisionHistoryLimit": 2,
             "selector": {"matchLabels": names.selector(pool, names.VALKEY)},
-            "template": pods.template(pool, names.VALKEY, spec, config=config_text(pool.managed)),
+            "template": pods.template(pool, names.VALKEY, spec, config=config_text(pool.managed) + acl_rules()),
         },
     }
 

@@ -134,7 +134,7 @@ def _router_problem(observed: Observed, workload: Workload | None) -> Problem | 
 def _rollout(pool: Pool, observed: Observed) -> Condition:
     kind = reasons.ROLLOUT_COMPLETE
     if observed.rollout.reason:
-        return fails(kind, Problem(observed.rollout.reason, observed.rollout.message))
+        return fails(kind, _agents_rollout(observed))
     for workload in _workloads(pool, observed):
         if workload.is_current and workload.updated >= workload.desired and workload.ready >= workload.desired:
             continue
@@ -144,6 +144,15 @@ def _rollout(pool: Pool, observed: Observed) -> Condition:
             return fails(kind, Problem(reasons.ROLLING_OUT, f"{said}, {workload.ready} are ready: wait"))
         return fails(kind, Problem(problem.reason, f"{said}: {problem.message}"))
     return holds(kind, reasons.UP_TO_DATE, "every pod that there is was made from the newest spec")
+
+
+def _agents_rollout(observed: Observed) -> Problem:
+    """A rollout that waits for an agent that does not just start says so at once."""
+    rollout = observed.rollout
+    stuck = agents.stuck(agents.agent_problems(observed)) if rollout.reason == reasons.ROLLING_OUT else None
+    if stuck is None:
+        return Problem(rollout.reason, rollout.message)
+    return Problem(stuck.reason, f"{rollout.message}: {stuck.message}")
 
 
 def _workloads(pool: Pool, observed: Observed) -> Iterator[Workload]:

@@ -6,11 +6,12 @@ explained by one Problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool_operator import names, reasons
 from kvpool_operator.observed import AgentStats, Node, Observed, Pod
+from kvpool_operator.plan.pods import ADMIN_PORT
 from kvpool_operator.pool import Pool
 from kvpool_operator.status.condition import Condition, Problem, fails, holds
 from kvpool_operator.status.problems import creation_problem, pod_problem
@@ -32,6 +33,10 @@ URGENCY = (
     reasons.PODS_STARTING,
 )
 """What a person must do something about first."""
+GOES_ON = frozenset(
+    {reasons.PODS_STARTING, reasons.ARENA_PENDING, reasons.AGENT_NOT_READY, reasons.CONTAINER_RESTARTED}
+)
+"""What is part of a start, and no reason to call a rollout stuck."""
 
 
 def node_map(observed: Observed) -> Mapping[str, Node]:
@@ -96,17 +101,38 @@ def agents_condition(pool: Pool, observed: Observed) -> Condition:
         return fails(kind, Problem(reasons.PODS_STARTING, "the agents' DaemonSet is being made: wait"))
     if not workload.desired:
         return fails(kind, _no_node(pool, observed))
-    ready = counts(observed)["ready"]
+    counted = counts(observed)
+    ready, desired = counted["ready"], counted["desired"]
     problems = agent_problems(observed)
-    if ready >= workload.desired and not problems:
-        return holds(kind, reasons.ALL_AGENTS_READY, f"{ready} of {workload.desired} agents are ready")
-    said = f"{ready} of {workload.desired} agents are ready"
-    if observed.rollout.reason == reasons.ROLLING_OUT and ready >= workload.desired - 1:
+    said = f"{ready} of {desired} agents are ready"
+    if ready >= desired and not problems:
+        silent = silence(observed)
+        return holds(kind, reasons.ALL_AGENTS_READY, f"{said}, but {silent.message}" if silent else said)
+    if observed.rollout.reason == reasons.ROLLING_OUT and ready >= max(1, desired - 1) and not stuck(problems):
         return holds(kind, reasons.ROLLING_OUT, f"{said}, one is being replaced")
     if not problems:
         return fails(kind, Problem(reasons.PODS_STARTING, f"{said}: the others are being made: wait"))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return fails(kind, Problem(problems[0].reason, f"{said}: {problems[0].message}{more}"))
+
+
+def stuck(problems: Sequence[Problem]) -> Problem | None:
+    """The most urgent one that does not go by as agents start."""
+    return next((problem for problem in problems if problem.reason not in GOES_ON), None)
+
+
+def silence(observed: Observed) -> Problem | None:
+    """Why no agent can be asked although some are ready: kubelets reach them, so it is the operator's way there."""
+    nodes = node_map(observed)
+    serving = [pod for pod in observed.pods_of(names.AGENT) if is_serving(pod, nodes)]
+    asked = [observed.stats[pod.uid] for pod in serving if pod.uid in observed.stats]
+    if not asked or not all(stats.error for stats in asked):
+        return None
+    return Problem(
+        reasons.AGENTS_SILENT,
+        f"the operator cannot ask agents how they are: let its pods connect to port {ADMIN_PORT} of the agents' pods "
+        f"(NetworkPolicies of the pool's namespace): {asked[0].error}",
+    )
 
 
 def _no_node(pool: Pool, observed: Observed) -> Problem:
@@ -125,14 +151,14 @@ def _no_node(pool: Pool, observed: Observed) -> Problem:
 
 
 def counts(observed: Observed) -> dict[str, Any]:
-    """status.agents."""
+    """status.agents. A DaemonSet does not count nodes that are away, where its pods stay nevertheless."""
     nodes = node_map(observed)
     workload = observed.workload("DaemonSet")
     agents = [pod for pod in observed.pods_of(names.AGENT) if not pod.is_terminating]
     serving = {pod.node for pod in agents if is_serving(pod, nodes)}
     wanted_hash = workload.config_hash if workload else ""
     return {
-        "desired": workload.desired if workload else 0,
+        "desired": max(workload.desired if workload else 0, len({pod.node or pod.uid for pod in agents})),
         "ready": len(serving),
         "updated": sum(pod.config_hash == wanted_hash for pod in agents),
         "image": observed.agent_image,

@@ -6,20 +6,13 @@ the agents' word alone: the operator has no way to it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 from kvpool_operator import names, reasons
-from kvpool_operator.observed import AgentStats, Observed, ValkeyHealth
+from kvpool_operator.observed import Observed, ValkeyHealth
 from kvpool_operator.pool import Pool
-from kvpool_operator.status.agents import node_map
+from kvpool_operator.status.agents import node_map, silence
 from kvpool_operator.status.condition import Condition, Problem, fails, holds, unknown
 from kvpool_operator.status.problems import creation_problem, pod_problem
-from kvpool_operator.valkey.acl import EXTERNAL_RIGHTS
-
-KIND = reasons.VALKEY_AVAILABLE
-_FORBIDDEN = re.compile(r"\bforbidden\b")
-"""An agent's word for a right that its user lacks; whatever its state is, nothing but the right mends it."""
+from kvpool_operator.status.valkey_heard import EXTERNAL, KIND, MANAGED, heard
 
 
 def valkey_condition(pool: Pool, observed: Observed) -> Condition:
@@ -46,7 +39,8 @@ def _managed(observed: Observed) -> Condition:
         return fails(KIND, Problem(reason, f"{_said(health)}: {message}{more}{outlook}"))
     if health.ready < health.shards:
         return fails(KIND, Problem(reasons.PODS_STARTING, f"{_said(health)}: wait"))
-    return _said_by_agents(observed.stats.values()) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))
+    asked = [stats for stats in observed.stats.values() if stats.valkey_state]
+    return heard(asked, MANAGED) or holds(KIND, reasons.ALL_SHARDS_READY, _said(health))
 
 
 def _said(health: ValkeyHealth) -> str:
@@ -70,46 +64,15 @@ def pods_problem(observed: Observed) -> Problem | None:
 def _external(pool: Pool, observed: Observed) -> Condition:
     asked = [stats for stats in observed.stats.values() if stats.valkey_state]
     if not asked:
+        silent = silence(observed)
+        if silent is not None:
+            return unknown(KIND, silent.reason, silent.message)
         return unknown(KIND, reasons.AWAITING_AGENTS, "no agent has tried to reach Valkey yet: wait for a ready agent")
-    problem = _said_by_agents(asked)
+    problem = heard(asked, EXTERNAL)
     if problem is not None:
         return problem
     where = ", ".join(pool.external.endpoints[:3]) if pool.external else ""
     return holds(KIND, reasons.CONNECTED, f"{len(asked)} agents are connected to {where}")
-
-
-def _said_by_agents(all_stats: Iterable[AgentStats]) -> Condition | None:
-    """What agents find wrong, worst first; None when they find nothing wrong."""
-    asked = [stats for stats in all_stats if stats.valkey_state]
-    forbidden = [stats for stats in asked if _FORBIDDEN.search(stats.valkey_detail)]
-    if forbidden:
-        lacking = forbidden[0].valkey_detail.partition(": give it")[0]  # the remedy is ours
-        message = (
-            f"{len(forbidden)} of {len(asked)} agents say: Valkey forbids the user a command that is needed: give it "
-            f"{EXTERNAL_RIGHTS} on keys that begin with the prefix ({lacking})"
-        )
-        return fails(KIND, Problem(reasons.VALKEY_FORBIDDEN, message))
-    worst = (
-        (
-            "unauthenticated",
-            reasons.VALKEY_PASSWORD_WRONG,
-            "Valkey refuses user or password: correct keys username and password of spec.valkey.external.authSecretRef's Secret",
-        ),
-        (
-            "unreachable",
-            reasons.VALKEY_UNREACHABLE,
-            "Valkey cannot be reached: correct spec.valkey.external.endpoints, or look at network and servers",
-        ),
-        ("degraded", reasons.VALKEY_DEGRADED, "some shards do not answer: look at these servers"),
-    )
-    for state, reason, remedy in worst:
-        saying = [stats for stats in asked if stats.valkey_state == state]
-        if saying:
-            detail = f" ({saying[0].valkey_detail})" if saying[0].valkey_detail else ""
-            return fails(KIND, Problem(reason, f"{len(saying)} of {len(asked)} agents say: {remedy}{detail}"))
-    if asked and all(stats.valkey_state == "connecting" for stats in asked):
-        return unknown(KIND, reasons.AWAITING_AGENTS, "the agents are connecting to Valkey: wait")
-    return None
 
 
 def summary(pool: Pool, observed: Observed) -> str:

@@ -39,6 +39,11 @@ def users_acl(*, operator_password: str, agent_password: str, replication_passwo
     )
 
 
+def acl_rules() -> str:
+    """What this release lets users do: shards read it only when they start, so other rules want other shards."""
+    return "\n".join((OPERATOR_RULES, AGENT_RULES, REPLICATION_RULES))
+
+
 def replication_conf(replication_password: str) -> str:
     """The text of `replication.conf`, included by valkey.conf: how a node logs in at another one to migrate slots."""
     _check(replication_password)
