@@ -21,7 +21,7 @@ from kvpool_operator.leadership import Term
 from kvpool_operator.metrics import OperatorMetrics
 from kvpool_operator.reconcile import Key, Reconciler
 from kvpool_operator.settings import Settings
-from kvpool_operator.work_queue import WorkQueue
+from kvpool_operator.work_queue import WorkQueue, backoff_seconds
 
 TAKE_SECONDS = 1.0
 SPREAD = 0.5
@@ -95,7 +95,10 @@ class Workers:
         try:
             again = office.reconciler.reconcile(key)
         except NotLeaderError:
-            self._queue.done(key)
+            if office.term.is_open:  # the Lease was nearly over and then renewed: nobody else looks at the pool
+                self._queue.failed(key)
+            else:
+                self._queue.done(key)
         except KubeError as error:
             log.warning("could not bring a pool about", extra={"data": {**where, "reason": str(error)}})
             self._metrics.reconciles.labels("retry").inc()
@@ -111,17 +114,29 @@ class Workers:
 
     def resync(self) -> None:
         """Until `stop`: every pool is looked at, and what dead pools left is removed."""
+        failures = 0
         while not self._stop.is_set():
             self._resync_now.clear()
-            office = self._office
-            if office is not None and office.term.is_open:
-                try:
-                    self._resync_once(office)
-                except NotFoundError as error:
-                    log.warning(NO_CRD, extra={"data": {"reason": str(error)}})
-                except KubeError as error:
-                    log.warning("could not resync", extra={"data": {"reason": str(error)}})
-            self._resync_now.wait(self._settings.resync_seconds)
+            failures = 0 if self._try_resync() else failures + 1
+            self._resync_now.wait(self._pause_seconds(failures))
+
+    def _try_resync(self) -> bool:
+        """False when it failed and is to be tried again soon: until the first one of a term no pool is looked at."""
+        office = self._office
+        if office is None or not office.term.is_open:
+            return True
+        try:
+            self._resync_once(office)
+        except NotFoundError as error:
+            log.warning(NO_CRD, extra={"data": {"reason": str(error)}})
+        except KubeError as error:
+            log.warning("could not resync", extra={"data": {"reason": str(error)}})
+            return False
+        return True
+
+    def _pause_seconds(self, failures: int) -> float:
+        period = self._settings.resync_seconds
+        return min(period, backoff_seconds(failures, random.random())) if failures else period
 
     def _resync_once(self, office: Office) -> None:
         metas = [raw["metadata"] for raw in office.kube.list_all(names.KIND)]

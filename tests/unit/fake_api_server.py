@@ -54,6 +54,10 @@ class FakeApiServer:
     writes: list[Write] = field(default_factory=list)
     on_write: Callable[[str, str, str], None] = lambda _method, _kind, _name: None
     """Called before each write; may raise Refusal."""
+    on_read: Callable[[str], None] = lambda _kind: None
+    """Called before each read of a kind; may raise Refusal."""
+    on_dry_delete: Callable[[str, str], None] = lambda _kind, _name: None
+    """Called for each deletion that is only tried; may raise Refusal."""
     on_dry_create: Callable[[Object], None] = lambda _manifest: None
     """Called for each creation that is only tried; may raise Refusal."""
     unreadable: frozenset[str] = frozenset({"Secret"})
@@ -109,10 +113,14 @@ class FakeApiServer:
         kind, namespace, name, subresource = _place(parts.path)
         with self.lock:
             if method == "GET":
+                self.on_read(kind)
                 self._may_read(kind, namespace)
                 return self._get((kind, namespace, name)) if name else self._list(kind, namespace, query)
             name = name or body["metadata"].get("name") or body["metadata"]["generateName"]
-            is_dry = query.get("dryRun") == "All"
+            is_dry = query.get("dryRun") == "All" or (method == "DELETE" and "dryRun" in (body or {}))
+            if is_dry and method == "DELETE":
+                self.on_dry_delete(kind, name)
+                return self._get((kind, namespace, name))
             if not is_dry:
                 self.on_write(method, kind, name)
             answer = self._write(method, (kind, namespace, name), body, headers, subresource, is_dry=is_dry)
