@@ -70,7 +70,6 @@ def parse_stats(answer: Mapping[str, Any]) -> AgentStats:
         arena_reason=_text(arena, "reason"),
         valkey_state=_text(valkey, "state"),
         valkey_detail=_text(valkey, "detail"),
-        is_draining=answer.get("draining") is True,
     )
 
 

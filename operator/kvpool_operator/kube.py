@@ -184,9 +184,19 @@ class Kube:
         return self._send("PATCH", path, body=operations, content_type=_JSON_PATCH, query=query)
 
     def delete(
-        self, kind: str, namespace: str | None, name: str, *, uid: str, grace_seconds: int | None = None
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        *,
+        uid: str,
+        grace_seconds: int | None = None,
+        dry_run: bool = False,
     ) -> bool:
-        """Delete exactly this object and, in the background, what it owns; whether it was still there."""
+        """Delete exactly this object and, in the background, what it owns; whether it was still there.
+
+        `dry_run`: only ask whether it would be admitted.
+        """
         body: Manifest = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -195,6 +205,8 @@ class Kube:
         }
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
+        if dry_run:
+            body["dryRun"] = ["All"]
         try:
             self._send("DELETE", RESOURCES[kind].path(namespace, name), body=body)
         except NotFoundError:

@@ -150,7 +150,6 @@ class AgentStats:
     valkey_state: str = ""
     """connecting | connected | degraded | unreachable | unauthenticated; "" without a shared tier."""
     valkey_detail: str = ""
-    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Carries rollouts of agents out.
 
 Invariant: at most one pool has a serving agent taken away at a time, also when the leader changes; what `rollout` decides is
-done in two requests, a drain that may fail and a deletion.
+done in two requests, a drain that may fail and a deletion, and neither unless the deletion is admitted.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class Roller:
 
     def _replace(self, pool: Pool, victim: Pod, fleet: rollout.Fleet, token: str) -> None:
         if fleet.is_serving(victim) and victim.ip:
+            # a drained agent serves no engine: one that a policy keeps from being replaced goes on instead
+            self._kube.delete("Pod", victim.namespace, victim.name, uid=victim.uid, dry_run=True)
             agent_stats.drain(victim.ip, token, DRAIN_SECONDS, fence=self._fence)
         self._kube.delete("Pod", victim.namespace, victim.name, uid=victim.uid)
         message = f"replacing agent {victim.name} on node {victim.node}: its template is outdated"

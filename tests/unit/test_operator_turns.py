@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
-from kvpool_operator import names, reasons
+from kvpool_operator import agent_stats, names, reasons
+from kvpool_operator.kube_errors import ForbiddenError
 from kvpool_operator.reconcile import Reconciler
-from tests.unit.fake_api_server import FakeApiServer
+from tests.unit.fake_api_server import FakeApiServer, Refusal
 from tests.unit.operator_pools import SETTINGS, UID, manifest
 from tests.unit.played_cluster import KEY, condition, deleted, operator, run_daemon_set, run_deployment, settled
 
@@ -101,6 +103,34 @@ def test_upgraded_leader_knows_of_a_rollout_although_it_changes_every_template(a
 
     assert api.find("Pod", "other-agent-x") is not None
     assert rollout_reason(api, "other") == reasons.WAITING_FOR_OTHER_POOL
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_agent_is_drained_only_when_it_may_be_deleted(
+    api: FakeApiServer, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    drained: list[str] = []
+    monkeypatch.setattr(agent_stats, "drain", lambda ip, *_args, **_options: drained.append(ip))
+    operating = settled(api)
+    pod = api.find("Pod", "chat-agent-x")
+    assert pod is not None
+    api.put({**pod, "status": {**pod["status"], "podIP": "127.0.0.1"}})
+    api.put(manifest(ram={"capacityPerNode": "2Gi"}))
+
+    def refuse(kind: str, _name: str) -> None:
+        if kind == "Pod" and is_refused:
+            raise Refusal(403, "admission webhook x denied the request: not today")
+
+    api.on_dry_delete = refuse
+    operating.reconcile(KEY)
+    run_daemon_set(api)
+    with pytest.raises(ForbiddenError) if is_refused else contextlib.nullcontext():
+        operating.reconcile(KEY)
+
+    assert drained == ([] if is_refused else ["127.0.0.1"])
+    assert (api.find("Pod", "chat-agent-x") is not None) == is_refused
+    if is_refused:
+        assert "not today" in condition(api, reasons.READY)["message"]
 
 
 def test_pool_that_cannot_be_looked_at_keeps_no_other_from_rolling(api: FakeApiServer) -> None:
