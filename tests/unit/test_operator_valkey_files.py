@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvpool_core.errors import ConfigError
+from kvpool_operator import names
+from kvpool_operator.plan.valkey import build_stateful_set
 from kvpool_operator.purge import BAD_ARGUMENTS, UNREACHABLE, main, parse_endpoints
-from kvpool_operator.valkey.acl import replication_conf, users_acl
+from kvpool_operator.valkey.acl import acl_rules, replication_conf, users_acl
 from kvpool_operator.valkey.config import io_threads, maxmemory_bytes, valkey_conf
 from kvpool_operator.valkey.erase import key_pattern
+from tests.unit.operator_pools import MANAGED, SETTINGS, make_pool
 
 MIB = 1024**2
 PASSWORDS = {role: f"{role}-secret-0123456789" for role in ("operator", "agent", "replication")}
@@ -27,6 +30,17 @@ def test_nobody_may_do_anything_without_a_password() -> None:
     lines = acl().splitlines()
     assert lines[0] == "user default off"
     assert [line.split()[1] for line in lines] == ["default", "operator", "agent", "replication"]
+
+
+def test_what_users_may_do_is_part_of_what_shards_are_replaced_for() -> None:
+    """A shard reads its users when it starts, and never again."""
+    for line in acl().splitlines()[1:]:
+        assert " ".join(word for word in line.split() if word.startswith(("+", "-"))) in acl_rules()
+    stateful_set = build_stateful_set(make_pool(valkey=MANAGED), SETTINGS, replicas=3)
+    assert stateful_set is not None
+    pod = stateful_set["spec"]["template"]
+    config = valkey_conf(limit_bytes=1024 * MIB) + acl_rules()
+    assert pod["metadata"]["annotations"][names.CONFIG_HASH] == names.digest({"spec": pod["spec"], "config": config})
 
 
 def test_users_file_holds_no_password_and_only_the_agents_keys_are_the_agents() -> None:
