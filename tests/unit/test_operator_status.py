@@ -360,6 +360,8 @@ def test_agent_of_a_node_that_is_away_is_desired_though_the_daemon_set_does_not_
 
     assert (available["status"], available["reason"]) == ("False", reasons.NODE_NOT_READY)
     assert available["message"].startswith("1 of 2 agents are ready: node node-2")
+    alone = seen(nodes=nodes[1:], pods=pods[1:], workloads=(daemon_set(desired=0), ROUTERS))
+    assert found(alone, reasons.AGENTS_AVAILABLE)["reason"] == reasons.NODE_NOT_READY
 
 
 def test_lost_shard_is_named_and_ready_ends() -> None:

@@ -99,10 +99,10 @@ def agents_condition(pool: Pool, observed: Observed) -> Condition:
     workload = observed.workload("DaemonSet")
     if workload is None or not workload.is_current:
         return fails(kind, Problem(reasons.PODS_STARTING, "the agents' DaemonSet is being made: wait"))
-    if not workload.desired:
-        return fails(kind, _no_node(pool, observed))
     counted = counts(observed)
     ready, desired = counted["ready"], counted["desired"]
+    if not desired:
+        return fails(kind, _no_node(pool, observed))
     problems = agent_problems(observed)
     said = f"{ready} of {desired} agents are ready"
     if ready >= desired and not problems:
