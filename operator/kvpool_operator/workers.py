@@ -95,7 +95,7 @@ class Workers:
         try:
             again = office.reconciler.reconcile(key)
         except NotLeaderError:
-            if office.term.is_open:  # the Lease was nearly over and then renewed: nobody else looks at the pool
+            if office.term.remaining_seconds() > 0:  # it was nearly over, and may yet be renewed: nobody else looks
                 self._queue.failed(key)
             else:
                 self._queue.done(key)

@@ -158,7 +158,7 @@ def counts(observed: Observed) -> dict[str, Any]:
     serving = {pod.node for pod in agents if is_serving(pod, nodes)}
     wanted_hash = workload.config_hash if workload else ""
     return {
-        "desired": max(workload.desired if workload else 0, len({pod.node or pod.uid for pod in agents})),
+        "desired": max(workload.desired if workload else 0, len({pod.node for pod in agents} & nodes.keys())),
         "ready": len(serving),
         "updated": sum(pod.config_hash == wanted_hash for pod in agents),
         "image": observed.agent_image,
