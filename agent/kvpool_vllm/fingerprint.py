@@ -6,16 +6,19 @@ name, tokenizer, thread counts, parallel layout of portable pages) is in none, s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool_core import identity
 from kvpool_core.errors import UnsupportedModelError
+from kvpool_vllm.config_fields import hashed_fields
 from kvpool_vllm.support import find_expandable_segments
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
@@ -29,9 +32,13 @@ def plain(value: object) -> object:
         return value
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items() if k not in _NOT_COMPUTED}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple | set | frozenset):
         items = [plain(v) for v in value]
         return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+    if callable(value):  # its address would differ in each process; what it made of the configuration is seen there
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
     return str(value)
 
 
@@ -73,25 +80,42 @@ def scheduler_part(config: VllmConfig, kv_cache: KVCacheConfig, *, weights: byte
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     speculative = config.speculative_config
-    draft_model = speculative.draft_model_config if speculative is not None else None
     value = {
         "model": plain(model.hf_config.to_dict()),
         "longest": model.max_model_len if _depends_on_longest(model.hf_config.to_dict()) else None,
-        "dtype": str(model.dtype),
-        "quantization": plain(model.quantization),
+        "settings": [_model_settings(model), *map(_settings, (cache, parallel, config.load_config))],
         "weights": weights,
-        "draft": [draft, plain(draft_model.hf_config.to_dict()) if draft_model is not None else None],
+        "draft": [draft, *_draft_settings(speculative)],
         "speculative": plain(speculative.method) if speculative is not None else None,
-        "cache_dtype": str(cache.cache_dtype),
-        "layout": str(cache.kv_cache_layout),
         "groups": [
             [_kind(group.kv_cache_spec, model.get_total_num_kv_heads()), sorted(group.layer_names)]
             for group in kv_cache.kv_cache_groups
         ],
-        "hash": [cache.prefix_caching_hash_algo, seed],
-        "context_parallel": [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size],
+        "seed": seed,
     }
     return identity.digest(value)
+
+
+def adapter_settings(config: VllmConfig) -> bytes:
+    """How the engine applies an adapter, canonically encoded (16 bytes)."""
+    return identity.digest(_settings(config.lora_config))
+
+
+def _settings(config: object) -> object:
+    return plain(hashed_fields(config))
+
+
+def _model_settings(model: ModelConfig) -> list[object]:
+    multimodal = model.multimodal_config
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    return [_settings(model), _settings(multimodal), Path(scales).read_bytes() if scales else b""]
+
+
+def _draft_settings(speculative: SpeculativeConfig | None) -> list[object]:
+    draft = speculative.draft_model_config if speculative is not None else None
+    if speculative is None or draft is None:
+        return []
+    return [plain(draft.hf_config.to_dict()), _model_settings(draft), _settings(speculative.draft_load_config)]
 
 
 def _depends_on_longest(hf_config: object) -> bool:

@@ -47,6 +47,7 @@ class Identification:
         self._teach: weights.Teach | None = None
         self._adapters: dict[str, bytes | None] = {}
         self._adapter_states: dict[str, tuple[int, ...]] = {}
+        self._adapter_settings = fingerprint.adapter_settings(config)
         self._private = b""
 
     def start(
@@ -70,7 +71,7 @@ class Identification:
             adapter = self._adapter(request.lora_request.lora_path)
             if adapter is None:
                 return None
-            domain = identity.derive(domain, kind="lora", content=adapter)
+            domain = identity.derive(domain, kind="lora", content=adapter + self._adapter_settings)
         if self._private:
             return identity.derive(domain, kind="private", content=self._private), True
         return domain, False

@@ -20,6 +20,8 @@ DIGEST_BYTES = 32
 _CHUNK_BYTES = 8 * 1024 * 1024
 _SAMPLE_BYTES = 64 * 1024
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_CONFIG_PATTERNS = ("*quant*config.json", "*processor_config.json", "modeling_*.py", "configuration_*.py")
+"""What else of the folder decides what is computed: vLLM reads them past the model's configuration."""
 _HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 
 Remembered = Callable[[Sequence[wire.FileKey]], list[bytes]]
@@ -27,7 +29,8 @@ Teach = Callable[[Sequence[wire.FileKey], Sequence[bytes]], None]
 
 
 def find_weight_files(model: str) -> list[Path]:
-    """Weight files of a model given as a folder or a single file; UnsupportedModelError when there are none to read."""
+    """Weight files of a model given as a folder or a single file, with the files that say how they and images are read;
+    UnsupportedModelError when there are no weights to read."""
     path = Path(model)
     if path.is_file():
         return [path]
@@ -40,7 +43,7 @@ def find_weight_files(model: str) -> list[Path]:
         raise UnsupportedModelError(
             f"no weight files ({', '.join(_PATTERNS)}) in {model}: their content cannot be identified"
         )
-    return files
+    return files + sorted({file for pattern in _CONFIG_PATTERNS for file in path.glob(pattern) if file.is_file()})
 
 
 def digest_files(files: Sequence[Path], *, remembered: Remembered, teach: Teach) -> bytes:

@@ -51,6 +51,20 @@ def test_one_changed_byte_anywhere_is_another_digest(tmp_path: Path, position: i
     assert digest(model(tmp_path / "b", bytes(content))) != first
 
 
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "preprocessor_config.json"])
+def test_file_that_says_how_weights_or_images_are_read_counts_and_one_of_the_tokenizer_does_not(
+    tmp_path: Path, name: str
+) -> None:
+    folder = model(tmp_path / "a", b"w" * 5000)
+    without = digest(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert digest(folder) == without
+    (folder / name).write_text('{"bits": 4}')
+    first = digest(folder)
+    (folder / name).write_text('{"bits": 8}')
+    assert len({without, first, digest(folder)}) == 3
+
+
 def test_remembered_digest_spares_the_read_and_a_changed_file_is_read_again(tmp_path: Path) -> None:
     memory = Memory()
     folder = model(tmp_path / "a", b"w" * 300_000)
