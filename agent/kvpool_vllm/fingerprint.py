@@ -66,11 +66,22 @@ def reject_unsupported(config: VllmConfig) -> None:
             "blocks_per_chunk" in extra or "block_size" in extra,
             "one block per chunk is supported: remove blocks_per_chunk and block_size from kv_connector_extra_config",
         ),
+        (
+            _accepts_partial_embeddings(config),
+            "vLLM takes this engine for a consumer and accepts embeddings in part: add kvpool to VLLM_PLUGINS",
+        ),
         (bool(segments), f"{segments} has expandable_segments, whose memory cannot be registered"),
     )
     for applies, reason in reasons:
         if applies:
             raise UnsupportedModelError(reason)
+
+
+def _accepts_partial_embeddings(config: VllmConfig) -> bool:
+    """Whether our connector's role has opened what our plugin keeps closed: it was not loaded."""
+    multimodal, encoders = config.model_config.multimodal_config, config.ec_transfer_config
+    is_asked_for = encoders is not None and encoders.is_ec_consumer
+    return multimodal is not None and multimodal.allow_missing_mm_embeddings and not is_asked_for
 
 
 def scheduler_part(config: VllmConfig, kv_cache: KVCacheConfig, *, weights: bytes, draft: bytes, seed: str) -> bytes:

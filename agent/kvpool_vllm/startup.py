@@ -24,6 +24,8 @@ COMPANIONS = (
 )
 """What the webhook appends behind the transfer flag, unless the user set it."""
 
+PLUGINS, PLUGIN = "VLLM_PLUGINS", "kvpool"
+
 _VERSION = re.compile(r"^__version__(?:: str)? = (?:version = )?[\"']([^\"']+)", re.MULTILINE)
 
 
@@ -44,6 +46,15 @@ def _fit_flags(arguments: list[str]) -> None:
     if problem:
         _say(f"{problem}: starting without the cache")
         del arguments[injected.start : injected.stop]
+        return
+    _allow_plugin()
+
+
+def _allow_plugin() -> None:
+    """Where the user names the plugins that vLLM loads, ours is one of them too: it goes with the connector."""
+    names = os.environ.get(PLUGINS)
+    if names is not None and PLUGIN not in names.split(","):
+        os.environ[PLUGINS] = f"{names},{PLUGIN}"
 
 
 def _has_vllm() -> bool:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import WhisperConfig
+from transformers import Qwen2AudioConfig, WhisperConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -162,6 +162,33 @@ def keeps_connector(folder: Path) -> bool:
     return config.kv_transfer_config is not None
 
 
+def accepted_embeddings(folder: Path, *extra: str) -> tuple[bool, bool]:
+    """Whether a multimodal engine takes embeddings in place of sounds, and whether it takes them in part."""
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 16}
+    Qwen2AudioConfig(
+        architectures=["Qwen2AudioForConditionalGeneration"],
+        text_config={"model_type": "qwen2", "num_key_value_heads": 2, "vocab_size": 64, **text},
+        audio_config=audio,
+    ).save_pretrained(folder)
+    command = ["--model", str(folder), "--skip-tokenizer-init", "--dtype", "float32", *extra]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    found = EngineArgs.from_cli_args(parser.parse_args(command)).create_engine_config().model_config.multimodal_config
+    return found.enable_mm_embeds, found.allow_missing_mm_embeddings
+
+
+def compare_embeddings(folder: Path) -> int:
+    """How many multimodal engines take other inputs with our connector than without."""
+    different = 0
+    for asked in ((), ("--enable-mm-embeds",)):
+        without, with_ours = (
+            accepted_embeddings(folder, *asked, *flags) for flags in ((), (TRANSFER_FLAG, TRANSFER_CONFIG))
+        )
+        different += with_ours != without
+    print(f"2 multimodal engines, {different} different")
+    return different
+
+
 if __name__ == "__main__":
     whole = make_arg_parser(FlexibleArgumentParser())
     sys.exit(
@@ -169,4 +196,5 @@ if __name__ == "__main__":
         + compare_abbreviations(whole)
         + compare_value_flags(whole)
         + keeps_connector(Path(sys.argv[1]))
+        + compare_embeddings(Path(sys.argv[1]) / "audio")
     )

@@ -22,6 +22,6 @@ def test_vllm_is_as_the_webhook_and_the_injected_folder_take_it_to_be(parts: Pat
     command = [str(parts.engine_python), str(script), str(tmp_path / "whisper")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ended.returncode == 0, ended.stdout[-2_000:] + ended.stderr[-2_000:]
-    assert ended.stdout.count(" 0 different") == 3
+    assert ended.stdout.count(" 0 different") == 4
     assert "encoder-decoder: True, connector: None" in ended.stdout
     assert "encoder-decoder models are not supported" in ended.stderr

@@ -141,7 +141,7 @@ def test_only_what_the_webhook_appended_is_found(arguments: list[str], left: lis
 # --- a stub of vLLM in the place of the engine's ----------------------------------------------------------------------
 
 STUB_SERVER = """
-import argparse, importlib, json, sys
+import argparse, importlib, json, os, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--model")
 if KNOWS_FLAGS:
@@ -149,7 +149,7 @@ if KNOWS_FLAGS:
     parser.add_argument("--kv-events-config", type=json.loads)
     parser.add_argument("--prefix-caching-hash-algo", choices=["sha256", "sha256_cbor"])
 arguments = parser.parse_args()
-result = {"model": arguments.model, "argv": sys.argv[1:]}
+result = {"model": arguments.model, "argv": sys.argv[1:], "plugins": os.environ.get("VLLM_PLUGINS")}
 config = getattr(arguments, "kv_transfer_config", None)
 if config:
     module = importlib.import_module(config["kv_connector_module_path"])
@@ -236,6 +236,18 @@ def test_expandable_segments_that_the_webhook_could_not_see_take_our_flags_away(
     result, log = start(connector, stub, *INJECTED, **{name: "expandable_segments:True"})
     assert result["argv"] == ["--model", "m"]
     assert f"kvpool: {name} has expandable_segments" in log
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"), [(None, None), ("", ",kvpool"), ("mine", "mine,kvpool"), ("kvpool,mine", "kvpool,mine")]
+)
+def test_our_plugin_is_among_those_that_the_user_names(
+    connector: Path, tmp_path: Path, named: str | None, seen: str | None
+) -> None:
+    stub = make_stub(tmp_path / "stub", "0.32.0", knows_flags=True)
+    environment = {} if named is None else {"VLLM_PLUGINS": named}
+    assert start(connector, stub, *INJECTED, **environment)[0]["plugins"] == seen
+    assert start(connector, stub, **environment)[0]["plugins"] == named
 
 
 def test_a_vllm_without_a_version_starts_too(connector: Path, tmp_path: Path) -> None:
