@@ -107,10 +107,13 @@ class Picker:
         """Endpoints that are up and serve `model` (silent ones when none is), and whether the model is known at all.
 
         An unknown model goes to whoever is up: an engine's own answer says it best, or it was loaded just now. A model
-        that only endpoints serve which are down goes to none.
+        that only endpoints serve which are down goes to none. An endpoint that has not said yet what it serves may serve
+        any model, but not one that is silent while another is up.
         """
         every = self._table.all()
-        known = [endpoint for endpoint in every if self._serves(endpoint, model)]
+        is_any_up = any(endpoint.up for endpoint in every)
+        told = [endpoint for endpoint in every if endpoint.models is not None or not (endpoint.silent and is_any_up)]
+        known = [endpoint for endpoint in told if self._serves(endpoint, model)]
         if known or not every:
             return self._table.usable(known), True
         return self._table.usable(every), False

@@ -32,7 +32,7 @@ from kvpool_router.asgi import (
 )
 from kvpool_router.body_room import BodyRoom, BodyShare, NoRoomError
 from kvpool_router.config import RouterConfig
-from kvpool_router.endpoints import EndpointTable
+from kvpool_router.endpoints import EndpointState, EndpointTable
 from kvpool_router.health import HealthMonitor
 from kvpool_router.load import Charge, LoadBook
 from kvpool_router.logs import fields
@@ -87,7 +87,10 @@ class RefusedRequestError(Exception):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request on its way. `cause`: what the endpoint before did wrong, "" at the first attempt."""
+    """One request on its way. `cause`: what the endpoint before did wrong, "" at the first attempt.
+
+    silent: targets left for their silence, to be asked once more where they are up again; None when they were.
+    """
 
     scope: Scope
     send: Send
@@ -95,10 +98,16 @@ class _Exchange:
     started: float
     plan: Plan
     tried: set[str] = field(default_factory=set)
+    silent: dict[str, EndpointState | None] = field(default_factory=dict)
     repeated: bool = False
     reason: str = NO_ENDPOINT
     code: int = 0
     cause: str = ""
+
+    @property
+    def barred(self) -> set[str]:
+        """Targets that do not get the request now."""
+        return {name for name in self.tried if (state := self.silent.get(name)) is None or not state.up}
 
     def let_go_of_body(self) -> None:
         """An answer began, so no other engine gets the request: answers may take long, the body's memory is free."""
@@ -162,9 +171,11 @@ class CompletionRoute:
         raise _refusal(exchange)
 
     def _choose(self, exchange: _Exchange) -> Route | None:
-        route = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=exchange.tried)
+        route = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=exchange.barred)
         if route is None:
             return None
+        if route.target.name in exchange.silent:
+            exchange.silent[route.target.name] = None
         if exchange.cause:
             self._parts.metrics.retries.labels(exchange.cause).inc()
         else:
@@ -222,8 +233,8 @@ class CompletionRoute:
             raise
 
     def _is_another_up(self, exchange: _Exchange, route: Route) -> bool:
-        tried = exchange.tried | {route.target.name}
-        another = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=tried)
+        barred = exchange.barred | {route.target.name}
+        another = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=barred)
         return another is not None and another.target.endpoint.up
 
     async def _open(self, exchange: _Exchange, route: Route) -> UpstreamAnswer:
@@ -264,7 +275,7 @@ class CompletionRoute:
         self._count(exchange.reason, exchange.code)
 
     async def _failed(self, exchange: _Exchange, route: Route, error: UpstreamError) -> None:
-        """An engine gave no answer: never again for this request, but once where no other is left and it is well."""
+        """An engine gave no answer: once more at most for this request, if it is well and no other is left or it was silent."""
         endpoint, name = route.target.endpoint, route.target.name
         log.debug("endpoint failed a request", extra=fields(endpoint=name, detail=str(error)))
         exchange.cause = error.cause
@@ -273,11 +284,12 @@ class CompletionRoute:
             self._parts.health.mark_down(endpoint, str(error))
             return
         if error.cause == SILENT:
+            exchange.silent.setdefault(name, endpoint)
             return
         if error.cause == LATE:
             raise RefusedRequestError(504, UPSTREAM_FAILED, f"the engine at {name} gave no answer: {error}")
         well = await self._parts.health.probe(endpoint)
-        alternatives = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=exchange.tried)
+        alternatives = self._parts.picker.choose(exchange.plan, now=time.monotonic(), without=exchange.barred)
         if well and alternatives is None and not exchange.repeated:
             exchange.repeated = True
             exchange.tried.discard(name)

@@ -102,6 +102,82 @@ def test_request_at_an_endpoint_that_falls_silent_goes_to_another(tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("second", ["dies", "falls silent"])
+def test_endpoint_that_was_silent_is_asked_again_when_it_is_up_and_the_other_fails(tmp_path: Path, second: str) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path, settings=PROBES) as fleet:
+            for engine in fleet.engines:
+                engine.gate.clear()
+            asking = asyncio.create_task(fleet.ask(prompt=LONG))
+            await until(lambda: any(engine.received for engine in fleet.engines))
+            first = next(number for number, engine in enumerate(fleet.engines) if engine.received)
+            recovering, other = fleet.engines[first], fleet.engines[1 - first]
+            recovering.health_gate.clear()
+            await until(lambda: bool(other.received))
+            recovering.health_gate.set()
+            recovering.gate.set()
+            await until(lambda: fleet.router.table.all()[first].up)
+            if second == "dies":
+                await other.stop()
+            else:
+                other.health_gate.clear()
+            answer = await asyncio.wait_for(asking, 10)
+            assert (answer.status, fleet.chosen(answer)) == (200, first)
+            other.health_gate.set()
+
+    asyncio.run(run())
+
+
+def test_two_endpoints_that_fall_silent_in_turn_are_asked_twice_at_most(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path, settings=PROBES) as fleet:
+            for engine in fleet.engines:
+                engine.gate.clear()
+            asking = asyncio.create_task(fleet.ask(prompt=LONG))
+            await until(lambda: any(engine.received for engine in fleet.engines))
+            here = next(number for number, engine in enumerate(fleet.engines) if engine.received)
+            for asked in (1, 2, 2):
+                there = fleet.engines[1 - here]
+                fleet.engines[here].health_gate.clear()
+                await until(lambda there=there, asked=asked: len(there.received) == asked)  # type: ignore[misc]
+                fleet.engines[here].health_gate.set()
+                here = 1 - here
+                await until(lambda here=here: fleet.router.table.all()[1 - here].up)  # type: ignore[misc]
+            fleet.engines[here].health_gate.clear()
+            await until(lambda: fleet.router.table.all()[here].unanswered > 4)
+            assert [len(engine.received) for engine in fleet.engines] == [2, 2]
+            fleet.engines[here].gate.set()
+            assert (await asyncio.wait_for(asking, 10)).status == 200
+            fleet.engines[here].health_gate.set()
+
+    asyncio.run(run())
+
+
+def test_model_that_nobody_lists_goes_to_an_endpoint_that_is_up_and_not_to_a_hung_newcomer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_fleet(tmp_path, settings=PROBES) as fleet:
+            hung, well = fleet.engines
+            await hung.stop()
+            await until(lambda: not fleet.router.table.all()[0].up)
+            fleet.router.table.all()[0].models = None  # as of an endpoint that never answered
+            hung.health_gate.clear()
+            hung.gate.clear()
+            await hung.start()
+            await until(lambda: silent(fleet, 0))
+            answer = await asyncio.wait_for(fleet.ask(prompt=LONG, model="just-loaded"), 10)
+            assert (answer.status, fleet.chosen(answer)) == (200, 1)
+            assert hung.received == []
+            await well.stop()
+            await until(lambda: not fleet.router.table.all()[1].up)
+            asking = asyncio.create_task(fleet.ask(prompt=LONG, model="just-loaded"))
+            await until(lambda: bool(hung.received))  # the only one that may serve it
+            hung.gate.set()
+            assert (await asking).status == 200
+            hung.health_gate.set()
+
+    asyncio.run(run())
+
+
 def test_request_waits_on_a_silent_endpoint_where_no_other_is_up(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_fleet(tmp_path, engines=1, settings=PROBES) as fleet:
