@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvpool_core import wire
-from kvpool_vllm import fingerprint
+from kvpool_vllm import adapter_loads, fingerprint
 from kvpool_vllm.copiers import make_copier
 from kvpool_vllm.copy_plan import GroupPlan, build_group_plans
 from kvpool_vllm.endpoint_rank import rank_at_endpoint
@@ -89,11 +89,19 @@ def _settings(config: VllmConfig) -> Settings:
     return read_settings(os.environ, config.kv_transfer_config.kv_connector_extra_config)
 
 
+def _watch_adapters(config: VllmConfig) -> None:
+    if config.lora_config is not None:
+        from vllm.v1.engine.core import EngineCore  # loaded in the scheduler's process, and in no worker's
+
+        adapter_loads.watch(EngineCore)
+
+
 class SchedulerSetup:
     """The scheduler process's side."""
 
     def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig) -> None:
         self._settings = _settings(config)
+        _watch_adapters(config)
         self._greeting = Greeting(config, kv_cache, self._settings)
         self.gpu_blocks = GpuBlocks()
         self._identification = Identification(config, kv_cache, seed=self._greeting.seed)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpool_core import identity, wire
-from kvpool_core.errors import KVPoolError
-from kvpool_vllm import fingerprint, weights
+from kvpool_core.errors import KVPoolError, UnsupportedModelError
+from kvpool_vllm import adapter_loads, fingerprint, weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,28 +114,19 @@ class Identification:
 
     def _adapter(self, path: str) -> bytes | None:
         if path not in self._adapters:
+            self._adapter_states[path] = adapter_loads.state_at_load(path)
             self._adapters[path] = None
             threading.Thread(target=self._identify_adapter, args=(path,), name="kvpool-adapter", daemon=True).start()
-        elif self._adapters[path] is not None and _state_of(path) != self._adapter_states[path]:
+        elif self._adapters[path] is not None and adapter_loads.state_of(path) != self._adapter_states[path]:
             self._adapters[path] = None  # for good: which of its contents the engine has loaded cannot be told
             logger.warning("kvpool: the adapter at %s has changed; its requests are not offloaded any more", path)
         return self._adapters[path]
 
     def _identify_adapter(self, path: str) -> None:
         try:
+            if adapter_loads.state_of(path) != self._adapter_states[path]:
+                raise UnsupportedModelError("its files have changed since the engine loaded it")
             files = [*weights.find_weight_files(path), *Path(path).glob("adapter_config.json")]
-            state = _state_of(path)
-            digest = self._digest_files(files)
-            self._adapter_states[path] = state
-            self._adapters[path] = digest
+            self._adapters[path] = self._digest_files(files)
         except (KVPoolError, OSError) as error:
             logger.warning("kvpool: requests with the adapter at %s are not offloaded: %s", path, error)
-
-
-def _state_of(path: str) -> tuple[int, ...]:
-    """What changes when an adapter's files are replaced or written to: a few `stat` calls."""
-    try:
-        statuses = [file.stat() for file in sorted(Path(path).iterdir())]
-    except OSError:
-        return ()
-    return tuple(number for status in statuses for number in (status.st_ino, status.st_size, status.st_ctime_ns))
