@@ -65,6 +65,11 @@ class Identification:
         """From now on blocks belong to this process alone: its weights may have been changed in place."""
         self._private = fingerprint.private_nonce()
 
+    @property
+    def is_private(self) -> bool:
+        """Whether blocks belong to this process alone."""
+        return bool(self._private)
+
     def domain_of(self, domain: bytes, request: Request) -> tuple[bytes, bool] | None:
         """(domain, private) of a request's blocks, None while its adapter is not identified (then: no hits, no stores)."""
         if request.lora_request is not None:

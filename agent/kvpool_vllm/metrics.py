@@ -17,6 +17,7 @@ HOOK_ERRORS = "kvpool_connector_hook_errors"
 INERT = "kvpool_connector_inert"
 CONNECTED = "kvpool_connector_agent_connected"
 IDENTIFIED = "kvpool_connector_domain_known"
+PRIVATE = "kvpool_connector_domain_private"
 DOMAIN_OVERDUE = "kvpool_connector_domain_overdue"
 PREFILL_RATE = "kvpool_connector_prefill_tokens_per_second"
 
@@ -39,6 +40,9 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     INERT: OffloadingGaugeMetadata("1 while the connector neither loads nor stores, by reason.", ("reason",)),
     CONNECTED: OffloadingGaugeMetadata("1 while the scheduler is connected to the node's agent."),
     IDENTIFIED: OffloadingGaugeMetadata("1 while the engine's domain is known, so that it can load and store."),
+    PRIVATE: OffloadingGaugeMetadata(
+        "1 since vLLM reset the external cache, as it does on sleep, pause and weight updates: blocks stay with this engine."
+    ),
     DOMAIN_OVERDUE: OffloadingGaugeMetadata(
         "1 while the agent is there and the domain should be known by now: the engine's log says what is missing."
     ),

@@ -139,6 +139,7 @@ class KvpoolManager(OffloadingManager):
         gauges = {
             metrics.CONNECTED: float(link is not None and link.client.connected),
             metrics.IDENTIFIED: float(link is not None and bool(link.domain)),
+            metrics.PRIVATE: float(self._identification.is_private),
             metrics.DOMAIN_OVERDUE: float(link is not None and link.domain_wait.is_overdue(time.monotonic())),
             metrics.PREFILL_RATE: self.rate.tokens_per_second,
         }

@@ -91,3 +91,24 @@ def test_engine_with_an_unsupported_setting_serves_inert(strangers: tuple[Engine
     assert wrong.metric("kvpool_connector_inert") >= 1
     assert "sha256_cbor" in wrong.metrics()
     assert wrong.program.log_text().count("kvpool: inert") == 2  # one line of the scheduler, one of the worker
+
+
+def test_engine_whose_external_cache_was_reset_keeps_its_blocks_to_itself_and_says_so(
+    fleet: Stack, strangers: tuple[Engine, ...]
+) -> None:
+    """The last of the file: nothing makes the engine's domain shared again."""
+    twin, before, after = strangers[0], fresh_prompt(), fresh_prompt()
+    assert twin.metric("kvpool_connector_domain_private") == 0
+    twin.complete(before)
+    settle(fleet.nodes[0])
+    twin.reset_all_caches()
+    loads = Loads(twin)
+    first = [twin.complete(prompt) for prompt in (before, after)]
+    assert loads.by_tier() == {"ram": 0, "valkey": 0}
+    assert twin.metric("kvpool_connector_domain_private") == 1
+    settle(fleet.nodes[0])
+    twin.reset_own_cache()
+    assert [twin.complete(prompt, max_tokens=1).tokens for prompt in (before, after)] == [
+        answer.tokens[:1] for answer in first
+    ]
+    assert loads.by_tier()["ram"] > 0

@@ -141,10 +141,14 @@ class EngineClient:
 
     def reset_own_cache(self) -> None:
         """Forget the engine's own prefix cache; the tiers keep theirs."""
-        self.wait_until(self._try_reset, seconds=30.0, what="reset of the prefix cache")
+        self.wait_until(lambda: self._try_reset(""), seconds=30.0, what="reset of the prefix cache")
 
-    def _try_reset(self) -> bool:
-        reply = self._transport.request("POST", f"{self.url}/reset_prefix_cache")
+    def reset_all_caches(self) -> None:
+        """What vLLM does with a weight update: the connector's cache is reset too."""
+        self.wait_until(lambda: self._try_reset("?reset_external=true"), seconds=30.0, what="reset of all caches")
+
+    def _try_reset(self, query: str) -> bool:
+        reply = self._transport.request("POST", f"{self.url}/reset_prefix_cache{query}")
         return reply.status == 200 and b"false" not in reply.body.lower()
 
     def metrics(self) -> str:
