@@ -54,15 +54,13 @@ class EventFeed:
         """What the tier saw: "stored", "removed" (with a key) or "cleared".
 
         Readers go on with what a former process of this agent told them of Valkey, which we do not know: what is gone is
-        told of whether or not it is among our own hints.
+        told of whether or not it is among our own hints. A hint that we forget for want of room is not gone: nothing is told.
         """
         if key is None:
             self._hints.clear()
             self._hub.clear([_valkey(EVERY_DOMAIN, 0)])
         elif kind == "stored":
-            forgotten = self._hints.add(key.domain, key.group, key.block_hash)
-            if forgotten is not None:
-                self._hub.change(_valkey(forgotten[0], forgotten[1]), short_hash(forgotten[2]), stored=False)
+            self._hints.add(key.domain, key.group, key.block_hash)
             self._hub.change(_valkey(key.domain, key.group), short_hash(key.block_hash), stored=True)
         else:
             self._hints.remove(key.domain, key.group, key.block_hash)

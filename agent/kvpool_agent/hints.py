@@ -29,11 +29,12 @@ class ValkeyHints:
         """Whether the block was seen and not missed since."""
         return (domain, group, block_hash) in self._seen
 
-    def add(self, domain: bytes, group: int, block_hash: bytes) -> tuple[bytes, int, bytes] | None:
-        """Remember a block; returns the one forgotten for it, if any."""
+    def add(self, domain: bytes, group: int, block_hash: bytes) -> None:
+        """Remember a block; where there are too many the oldest is forgotten for it."""
         self._seen[domain, group, block_hash] = None
         self._seen.move_to_end((domain, group, block_hash))
-        return self._seen.popitem(last=False)[0] if len(self._seen) > self._limit else None
+        if len(self._seen) > self._limit:
+            self._seen.popitem(last=False)
 
     def remove(self, domain: bytes, group: int, block_hash: bytes) -> None:
         """Forget a block."""

@@ -245,13 +245,31 @@ def test_what_a_former_process_told_of_valkey_is_withdrawn_too() -> None:
     assert known() == [False, False, False]
 
 
+def test_hint_that_is_forgotten_for_want_of_room_is_not_told_of_as_gone() -> None:
+    """What one agent misses in Valkey is a miss for all; what it only forgets, the others still hold."""
+
+    async def deltas() -> list[wire.EventsDelta]:
+        hub = EventHub(BOOT_ID, on_dirty=lambda: None)
+        feed = EventFeed(hub, ValkeyHints(limit=1), AgentMetrics(CollectorRegistry()))
+        subscriber = hub.subscribe([], [])
+        assert subscriber is not None
+        for number in range(3):
+            feed.hint("stored", BlockKey(b"d" * 16, 0, number.to_bytes(32, "big")))
+        hub.flush()
+        decoder, found = FrameDecoder(), []
+        while frame := await subscriber.next(0):
+            found += [wire.decode_stream_message(body) for body in decoder.feed(frame)]
+        return [message for message in found if isinstance(message, wire.EventsDelta)]
+
+    [delta] = asyncio.run(deltas())
+    assert (sum(len(blocks.hashes) for blocks in delta.stored), delta.removed, delta.cleared) == (3, [], [])
+
+
 def test_hints_forget_the_oldest_beyond_their_limit() -> None:
     hints = ValkeyHints(limit=2)
     domain = b"d" * 16
-    assert hints.add(domain, 0, b"1") is None
-    assert hints.add(domain, 0, b"2") is None
-    assert hints.add(domain, 0, b"1") is None
-    assert hints.add(domain, 1, b"3") == (domain, 0, b"2")
+    for group, block_hash in ((0, b"1"), (0, b"2"), (0, b"1"), (1, b"3")):
+        hints.add(domain, group, block_hash)
     assert dict(hints.by_place()) == {(domain, 0): [b"1"], (domain, 1): [b"3"]}
     for _ in range(2):
         hints.remove(domain, 0, b"1")
