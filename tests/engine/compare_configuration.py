@@ -15,9 +15,11 @@ from typing import Any
 from transformers import LlamaConfig
 from vllm.config import CacheConfig, LoadConfig, LoRAConfig, ModelConfig, MultiModalConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.core import EngineCore
 
-from kvpool_vllm import fingerprint
+from kvpool_vllm import adapter_loads, fingerprint
 from kvpool_vllm.config_fields import DECIDED_OTHERWISE, HASHED, undecided_fields
 
 CLASSES = (ModelConfig, MultiModalConfig, CacheConfig, ParallelConfig, LoadConfig, LoRAConfig)
@@ -29,6 +31,11 @@ APART = (
     ("--quantization", "online", "--quantization-config", '{"linear": "fp8_per_tensor", "ignore": ["re:.*k_proj.*"]}'),
     ("--model-class-overrides", '{"LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM"}'),
     ("--load-format", "pt"),
+)
+ADAPTERS = (
+    PLAIN,
+    ("--enable-lora",),
+    ("--enable-lora", "--lora-target-modules", "q_proj"),
 )
 PROCESSING: tuple[dict[str, Any], ...] = (
     {},
@@ -50,6 +57,23 @@ def part(config: Any) -> str:
     """The scheduler's part of the domain."""
     groups: Any = SimpleNamespace(kv_cache_groups=[])
     return fingerprint.scheduler_part(config, groups, weights=b"w", draft=b"", seed="0").hex()
+
+
+def adapter_part(config: Any) -> str:
+    """The part of an adapter's domain that the engine's settings make."""
+    return fingerprint.adapter_settings(config).hex()
+
+
+def is_load_noted(adapter: Path) -> bool:
+    """Whether it is seen that an adapter's files were replaced after vLLM's engine core was told to load it."""
+    adapter.mkdir()
+    told: list[str] = []
+    adapter_loads.watch(EngineCore)
+    core: Any = EngineCore.__new__(EngineCore)
+    core.model_executor = SimpleNamespace(add_lora=lambda request: told.append(request.lora_path))
+    core.add_lora(LoRARequest("a", 1, str(adapter)))
+    (adapter / "adapter_config.json").write_text("{}")
+    return told == [str(adapter)] and adapter_loads.state_at_load(told[0]) != adapter_loads.state_of(told[0])
 
 
 def with_processing(config: Any, settings: dict[str, Any]) -> Any:
@@ -81,6 +105,8 @@ if __name__ == "__main__":
                 "unknown": sorted(f"{kind.__name__}.{name}" for kind in CLASSES for name in unknown_fields(kind)),
                 "sharing": [part(configuration(target, extra)) for extra in (PLAIN, *SHARING)],
                 "apart": [part(configuration(target, extra)) for extra in (PLAIN, *APART)],
+                "adapters": [adapter_part(configuration(target, extra)) for extra in ADAPTERS],
+                "noted": is_load_noted(target / "adapter"),
                 "processing": [part(with_processing(configuration(target, PLAIN), each)) for each in PROCESSING],
             }
         )

@@ -32,5 +32,9 @@ def test_no_field_of_vllms_configuration_is_undecided(found: dict[str, Any]) -> 
 
 def test_engines_share_unless_what_they_compute_differs(found: dict[str, Any]) -> None:
     assert len(set(found["sharing"])) == 1
-    for name in ("apart", "processing"):
+    for name in ("apart", "processing", "adapters"):
         assert len(set(found[name])) == len(found[name]), name
+
+
+def test_load_of_an_adapter_is_noted_when_vllms_core_is_told(found: dict[str, Any]) -> None:
+    assert found["noted"]
