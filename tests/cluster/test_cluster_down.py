@@ -15,6 +15,7 @@ import pytest
 from tests.cluster import cgroups, owner
 from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
+from tests.cluster.images import pause_reference
 from tests.cluster.installation import ensure_namespace, helm_install, pool_manifest, wait_pool_ready
 from tests.cluster.leftovers import Machine, snapshot
 from tests.cluster.local import LocalCluster
@@ -122,18 +123,32 @@ def test_demo_down_leaves_nothing_of_a_pool_and_an_engine(before: Machine) -> No
     assert_as_before(before)
 
 
-def test_a_killed_cluster_of_another_clone_is_cleaned(before: Machine, local: LocalCluster, tmp_path: Path) -> None:
+@pytest.fixture
+def clone(local: LocalCluster, tmp_path: Path) -> Iterator[Path]:
+    """Of this repository, as its tests are here, committed or not; its cluster ends with the test, however that went."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
-    shutil.copytree(ROOT / "tests", clone / "tests", dirs_exist_ok=True)  # as they are here, committed or not
-    environment = {**os.environ, "PYTHONPATH": ""}
-    subprocess.run([sys.executable, "-m", "tests.cluster", "up"], cwd=clone, env=environment, check=True, timeout=600)
+    shutil.copytree(ROOT / "tests", clone / "tests", dirs_exist_ok=True)
+    yield clone
+    run_in(clone, "down")
+
+
+def run_in(clone: Path, *arguments: str) -> None:
+    """`python -m tests.cluster` of a clone."""
+    command = [sys.executable, "-m", "tests.cluster", *arguments]
+    subprocess.run(command, cwd=clone, env={**os.environ, "PYTHONPATH": ""}, check=True, timeout=600)
+
+
+def test_a_killed_cluster_of_another_clone_is_cleaned(before: Machine, local: LocalCluster, clone: Path) -> None:
+    run_in(clone, "up")
+    run_in(clone, "kubectl", "run", "idle", f"--image={pause_reference()}", "--image-pull-policy=IfNotPresent")
+    run_in(clone, "kubectl", "wait", "--for=condition=Ready", "pod/idle", "--timeout=60s")
     with pytest.raises(ClusterError, match=f"a test cluster of {clone} is up"):
         local.up()
     theirs = owner.current()
     assert theirs is not None
     for process in Processes(Path(theirs.state)).alive().values():
-        process.kill()  # their containers go on without a kubelet, as after an out-of-memory kill
+        process.kill()  # the pod goes on without a kubelet, as after an out-of-memory kill
     assert cgroups.pids()
 
     local.up()
