@@ -78,8 +78,11 @@ def _tune_garbage_collection() -> None:
 
 def _raise_descriptor_limit() -> None:
     """The soft limit is 1,024 for the sake of select(), which nothing here uses; each connection takes two."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:  # refused, for instance, where the hard limit is above fs.nr_open
+        log.warning("the limit of open files stays", extra={"data": {"limit": soft, "reason": str(error)}})
 
 
 def _log_fields(config: Config) -> dict[str, str]:
